@@ -1,0 +1,1 @@
+"""moekit: composable, functional transforms for Mixture-of-Experts training."""
