@@ -1,0 +1,149 @@
+"""What a training step reads: tokens, targets, and which document each position belongs to.
+
+Axes: b sequences, s positions.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as fc
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import keystr, register_dataclass, tree_flatten_with_path, tree_map, tree_unflatten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows of a global batch, with the totals its losses are divided by: a pytree of int64 and bool tensors.
+
+    ``targets[:, i]`` is the token after ``tokens[:, i]``; ``mask`` says which targets count. ``documents``
+    numbers the document of each token within its row from 0, with -1 for padding. ``sample_ids`` says which
+    samples of the corpus the rows are (-1: a row of padding). ``n_targets`` (True in ``mask``) and
+    ``n_tokens`` (not padding) are totals: of these rows as `make_batch` leaves them, of the global batch
+    after `count_tokens`.
+    """
+
+    tokens: Int[Tensor, "b s"]
+    targets: Int[Tensor, "b s"]
+    mask: Bool[Tensor, "b s"]
+    documents: Int[Tensor, "b s"]
+    sample_ids: Int[Tensor, " b"]
+    n_targets: Int[Tensor, ""]
+    n_tokens: Int[Tensor, ""]
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """Return the batch with every tensor on ``device``."""
+        return tree_map(lambda x: x.to(device), self)
+
+
+register_dataclass(Batch)
+
+
+def make_batch(
+    tokens: Int[Tensor, "b n"], documents: Int[Tensor, "b n"], sample_ids: Int[Tensor, " b"]
+) -> Batch:
+    """Make the batch in which every position predicts the next token of its own document.
+
+    Pure. The totals are those of the rows given; see `count_tokens`.
+
+    Parameters
+    ----------
+    tokens : Int[Tensor, "b s+1"]
+        Token ids, int64.
+    documents : Int[Tensor, "b s+1"]
+        Number of each token's document within its row, int64; negative for padding.
+    sample_ids : Int[Tensor, "b"]
+        Number of each row's sample in the corpus, int64.
+
+    Returns
+    -------
+    Batch
+        ``s`` positions a row. A target counts if it is of the same document as its token and not padding.
+
+    Raises
+    ------
+    ValueError
+        If the shapes disagree or a row has fewer than two tokens.
+    """
+    if (
+        tokens.ndim != 2
+        or tokens.shape[1] < 2
+        or documents.shape != tokens.shape
+        or len(sample_ids) != len(tokens)
+    ):
+        raise ValueError(
+            "make_batch needs tokens and documents of one shape (b, s+1) with s >= 1 and sample_ids (b,), "
+            f"got {tuple(tokens.shape)}, {tuple(documents.shape)} and {tuple(sample_ids.shape)}"
+        )
+    mask = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
+    return Batch(
+        tokens=tokens[:, :-1].contiguous(),
+        targets=tokens[:, 1:].contiguous(),
+        mask=mask,
+        documents=documents[:, :-1].contiguous(),
+        sample_ids=sample_ids,
+        n_targets=mask.sum(),
+        n_tokens=(documents[:, :-1] >= 0).sum(),
+    )
+
+
+def count_tokens(batch: Batch, *, mesh: DeviceMesh | None = None) -> Batch:
+    """Return the batch with ``n_targets`` and ``n_tokens`` counted over all ranks of ``mesh``.
+
+    Pure. Collective: one all-reduce of two numbers, which every rank of ``mesh`` joins, also with no rows.
+    The totals are counted anew from ``mask`` and ``documents``, so counting twice, or after a change of the
+    mask, is right.
+
+    Parameters
+    ----------
+    batch : Batch
+        This rank's rows.
+    mesh : DeviceMesh, optional
+        All ranks that share the global batch, of any number of axes; None is one process.
+
+    Returns
+    -------
+    Batch
+        The same rows; the totals stay on the device and nothing waits for the host.
+    """
+    totals = torch.stack([batch.mask.sum(), (batch.documents >= 0).sum()])
+    if mesh is not None:
+        flat = mesh if mesh.ndim == 1 else mesh._flatten("dp")
+        totals = fc.wait_tensor(fc.all_reduce(totals, "sum", flat))
+    n_targets, n_tokens = totals.unbind()
+    return replace(batch, n_targets=n_targets, n_tokens=n_tokens)
+
+
+def split_batch(tree: Any, n: int) -> list[Any]:
+    """Split every tensor of a tree into ``n`` equal chunks of its leading dimension.
+
+    Pure; the chunks are views. 0-d tensors (totals of the global batch) and other leaves are shared.
+
+    Parameters
+    ----------
+    tree : pytree
+        A `Batch`, or any nesting of dicts, lists, tuples and registered dataclasses.
+    n : int
+        Number of chunks.
+
+    Returns
+    -------
+    list
+        ``n`` trees of the structure of ``tree``, in order.
+
+    Raises
+    ------
+    ValueError
+        If ``n`` does not divide a leading dimension, or is below 1.
+    """
+    leaves, spec = tree_flatten_with_path(tree)
+    split = {path: x for path, x in leaves if isinstance(x, Tensor) and x.ndim}
+    if n < 1 or any(len(x) % n for x in split.values()):
+        shapes = ", ".join(f"{keystr(path) or 'the tensor'} {tuple(x.shape)}" for path, x in split.items())
+        raise ValueError(
+            f"split_batch needs n >= 1 that divides every leading dimension, got {n=} and {shapes}"
+        )
+    columns = [x.tensor_split(n) if path in split else (x,) * n for path, x in leaves]
+    return [tree_unflatten(chunk, spec) for chunk in zip(*columns, strict=True)]
