@@ -57,6 +57,7 @@ types: $(STAMP)  ## pyright over moekit and the recipes
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 doctest: $(STAMP)  ## run the examples of docs and docstrings, then build the pages; a warning is an error
+	rm -rf docs/generated
 	$(BIN)/sphinx-build -q -W --keep-going -b doctest docs docs/_build/doctest
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
 

@@ -30,4 +30,4 @@ napoleon_use_rtype = False
 suppress_warnings = ["ref.python"]
 
 html_theme = "alabaster"
-html_theme_options = {"description": "Functions for training Mixture-of-Experts models", "page_width": "75rem"}
+html_theme_options = {"description": "Functions that train Mixture-of-Experts models", "page_width": "70em"}

@@ -7,8 +7,8 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 STARTUP = str(TESTS / "startup")
 
-# The ranks of moekit.testing and the recipes run in processes of their own and see neither this file nor pytest's options.
-# They do import the sitecustomize module found on PYTHONPATH, before anything can import moekit.
+# The ranks of moekit.testing and the recipes run in processes of their own, which see neither this file nor
+# pytest's options. They do import the sitecustomize module found on PYTHONPATH, before they import moekit.
 sys.path.insert(0, STARTUP)
 os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (STARTUP, os.environ.get("PYTHONPATH")) if p)
 import checked_shapes  # noqa: F401

@@ -1,4 +1,4 @@
-"""The suite's own machinery: shapes are checked in eager code in every process, and not under torch.compile."""
+"""Shapes are checked in eager code, in every process that a test starts, and not under torch.compile."""
 
 import subprocess
 import sys
@@ -29,6 +29,6 @@ def test_the_plain_function_is_traced_under_compile():
 
 
 def test_a_process_started_by_a_test_checks_shapes():
-    code = "import sys; print(any(type(finder).__module__.startswith('jaxtyping') for finder in sys.meta_path))"
+    code = "import sys; print(any(type(f).__module__.startswith('jaxtyping') for f in sys.meta_path))"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert child.stdout.strip() == "True"

@@ -1,7 +1,7 @@
-"""Switch on jaxtyping + beartype for moekit: shapes are checked in eager code, plain functions run under torch.compile.
+"""Switch on jaxtyping + beartype for moekit: checked in eager code, plain functions under torch.compile.
 
-``jaxtyping.jaxtyped`` is wrapped before the import hook is installed: the hook decorates every function of moekit with it,
-and a decorated function cannot be traced.
+``jaxtyping.jaxtyped`` is wrapped before the import hook is installed: the hook decorates every function of
+moekit with it, and what it makes cannot be traced.
 """
 
 import functools
