@@ -63,7 +63,7 @@ def expert_forward(
         )
     if not rows.dtype == gate_up.dtype == down.dtype:
         raise ValueError(
-            f"expert_forward needs one dtype, got {rows.dtype} rows, {gate_up.dtype} gate_up, {down.dtype} down"
+            f"expert_forward needs one dtype, got {rows.dtype}, {gate_up.dtype} and {down.dtype}"
         )
     if kernels == "auto":
         kernels = "loop" if rows.dtype == torch.float64 else "torch"

@@ -34,7 +34,7 @@ Rope = tuple[Tensor, Tensor]
 
 
 def rms_norm(x: Float[Tensor, "*n d"], gain: Float[Tensor, " d"], eps: float = 1e-5) -> Float[Tensor, "*n d"]:
-    """Divide by the root mean square of the last dim, times ``gain`` (arXiv:1910.07467). Pure, differentiable."""
+    """Divide by the root mean square of the last dim, times ``gain`` (arXiv:1910.07467)."""
     return F.rms_norm(x, (x.shape[-1],), local(gain), eps)
 
 
@@ -142,7 +142,7 @@ def transformer_block(
     wrap: Callable[[str, Callable], Callable] = lambda name, fn: fn,
     **moe_options: Any,
 ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
-    """Add attention, then a feed-forward or a Mixture of Experts, each with its norms, to the residual stream.
+    """Add attention, then a feed-forward or a Mixture of Experts, each with its norms, to what came in.
 
     Pure and differentiable. Collective as :func:`moekit.moe` is, where the block has experts.
 
