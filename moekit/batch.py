@@ -11,7 +11,13 @@ import torch.distributed._functional_collectives as fc
 from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import keystr, register_dataclass, tree_flatten_with_path, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    register_dataclass,
+    tree_flatten_with_path,
+    tree_map_only,
+    tree_unflatten,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +27,7 @@ class Batch:
     ``targets[:, i]`` is the token after ``tokens[:, i]``; ``mask`` says which targets count. ``documents``
     numbers the document of each token within its row from 0, with -1 for padding. ``sample_ids`` says which
     samples of the corpus the rows are (-1: a row of padding). ``n_targets`` (True in ``mask``) and
-    ``n_tokens`` (not padding) are totals: of these rows as `make_batch` leaves them, of the global batch
-    after `count_tokens`.
+    ``n_tokens`` (not padding) are totals of the global batch, which `count_tokens` fills in.
     """
 
     tokens: Int[Tensor, "b s"]
@@ -30,12 +35,12 @@ class Batch:
     mask: Bool[Tensor, "b s"]
     documents: Int[Tensor, "b s"]
     sample_ids: Int[Tensor, " b"]
-    n_targets: Int[Tensor, ""]
-    n_tokens: Int[Tensor, ""]
+    n_targets: Int[Tensor, ""] | None = None
+    n_tokens: Int[Tensor, ""] | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with every tensor on ``device``."""
-        return tree_map(lambda x: x.to(device), self)
+        return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), self)
 
 
 register_dataclass(Batch)
@@ -46,7 +51,7 @@ def make_batch(
 ) -> Batch:
     """Make the batch in which every position predicts the next token of its own document.
 
-    Pure. The totals are those of the rows given; see `count_tokens`.
+    Pure. The totals are left open: see `count_tokens`.
 
     Parameters
     ----------
@@ -84,8 +89,6 @@ def make_batch(
         mask=mask,
         documents=documents[:, :-1].contiguous(),
         sample_ids=sample_ids,
-        n_targets=mask.sum(),
-        n_tokens=(documents[:, :-1] >= 0).sum(),
     )
 
 

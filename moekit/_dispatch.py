@@ -1,0 +1,217 @@
+"""Move tokens to the ranks that hold their experts, and back.
+
+A transport is a pair of functions; ``"local"`` and ``"all_to_all"`` are defined here, and a stranger's can be passed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import register_dataclass
+
+from moekit._route import Routing
+
+
+class Transport(NamedTuple):
+    """How rows travel: two functions, differentiable in the tokens, the rows and the weights.
+
+    ``dispatch(x, routing, mesh) -> (rows, offsets, plan)``: rows (r, d) in the order (expert, source rank, token) of
+    this rank's experts, int32 group end offsets (e,), and anything that the way back needs.
+    ``combine(rows, weights, plan, mesh) -> (t, d)``: each token's k rows come home and are summed with ``weights`` (t, k).
+    ``mesh`` is the one-axis expert-parallel mesh, or ``None`` for one process. See :func:`moekit.testing.check_transport`.
+    """
+
+    dispatch: Callable[[Tensor, Routing, DeviceMesh | None], tuple[Tensor, Tensor, Any]]
+    combine: Callable[[Tensor, Tensor, Any, DeviceMesh | None], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatched:
+    """Rows for the experts of this rank, in expert order, and what :func:`combine` needs to bring them home."""
+
+    rows: Float[Tensor, "r d"]
+    offsets: Int[Tensor, " e"]  # int32: where each expert's rows end
+    weights: Float[Tensor, "t k"]
+    plan: Any
+    transport: Transport
+    mesh: DeviceMesh | None
+
+
+register_dataclass(Dispatched)
+
+
+def dispatch(
+    x: Float[Tensor, "t d"],
+    routing: Routing,
+    *,
+    via: str | Transport | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Dispatched:
+    """Send every token to the ranks that hold its experts; nothing is ever dropped.
+
+    Pure and differentiable in ``x``. Collective: every rank of ``mesh`` calls it, even with ``t == 0``.
+
+    Parameters
+    ----------
+    x : Float[Tensor, "t d"]
+        Tokens of this rank. ``t`` may differ between ranks.
+    routing : Routing
+        From :func:`moekit.route`. Rank i of ``mesh`` holds experts [i * e, (i + 1) * e).
+    via : {"local", "all_to_all"} or Transport, optional
+        By default ``"local"`` on one rank, else ``"all_to_all"``, which works on any backend and reads the row counts
+        on the host.
+    mesh : DeviceMesh, optional
+        The one-axis expert-parallel mesh, ``mesh["ep"]``.
+
+    Returns
+    -------
+    Dispatched
+        ``rows`` (r, d) in the dtype of ``x`` and in the order (expert, source rank, token); ``offsets`` (e,).
+
+    Raises
+    ------
+    ValueError
+        When ``mesh`` has more than one axis, does not divide the number of experts, ``via`` is unknown, or
+        tokens and routing differ in number. Raised before any communication.
+
+    References
+    ----------
+    Lepikhin et al., GShard, 2020. https://arxiv.org/abs/2006.16668
+    """
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f"dispatch needs a one-axis mesh, got axes {mesh.mesh_dim_names}; pass mesh['ep']")
+    size = 1 if mesh is None else mesh.size()
+    if routing.n_experts % size:
+        raise ValueError(
+            f"dispatch needs ep to divide n_experts, got n_experts={routing.n_experts}, ep={size}"
+        )
+    if len(x) != len(routing.expert_ids):
+        raise ValueError(
+            f"dispatch needs one routing per token, got {len(x)} tokens and {len(routing.expert_ids)} routings"
+        )
+    transport = _transport(via, size)
+    rows, offsets, plan = transport.dispatch(x, routing, mesh)
+    return Dispatched(
+        rows=rows, offsets=offsets, weights=routing.weights, plan=plan, transport=transport, mesh=mesh
+    )
+
+
+def combine(rows: Float[Tensor, "r d"], dispatched: Dispatched) -> Float[Tensor, "t d"]:
+    """Bring the experts' outputs home and sum each token's k rows with its routing weights.
+
+    Pure and differentiable in ``rows`` and the weights. Collective over the mesh of the dispatch. The sum is taken in
+    float32 at least and returned in the dtype of ``rows``.
+
+    Raises
+    ------
+    ValueError
+        When ``rows`` are not as many as were dispatched.
+    """
+    if len(rows) != len(dispatched.rows):
+        raise ValueError(
+            f"combine needs the {len(dispatched.rows)} rows that were dispatched, got {len(rows)}"
+        )
+    return dispatched.transport.combine(rows, dispatched.weights, dispatched.plan, dispatched.mesh)
+
+
+def _transport(via: str | Transport | None, size: int) -> Transport:
+    if isinstance(via, Transport):
+        return via
+    if via is None:
+        via = "local" if size == 1 else "all_to_all"
+    if via == "local" and size > 1:
+        raise ValueError(f"dispatch via 'local' needs one rank, got ep={size}; use via='all_to_all'")
+    if via not in TRANSPORTS:
+        raise ValueError(f"dispatch needs via in {sorted(TRANSPORTS)} or a moekit.Transport, got {via!r}")
+    return TRANSPORTS[via]
+
+
+# --- One rank -------------------------------------------------------------------------
+
+
+def _dispatch_local(x: Tensor, routing: Routing, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor, Any]:
+    del mesh
+    by_expert = routing.expert_ids.flatten().argsort(stable=True)
+    slots = invert(by_expert)  # where route n = (token, choice) lies in expert order
+    top_k = routing.expert_ids.shape[-1]
+    rows = gather(x, by_expert // top_k, rearrange(slots, "(t k) -> t k", k=top_k))
+    return rows, routing.counts.cumsum(0).int(), (by_expert, slots)
+
+
+def _combine_local(rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None) -> Tensor:
+    del mesh
+    by_expert, slots = plan
+    rows = rearrange(gather(rows, slots, by_expert[:, None]), "(t k) d -> t k d", k=weights.shape[-1])
+    return (rows * weights[..., None]).sum(1).to(rows.dtype)
+
+
+# --- Any number of ranks, any backend -------------------------------------------------
+
+
+def _dispatch_all_to_all(x: Tensor, routing: Routing, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor, Any]:
+    rows, _, home = _dispatch_local(x, routing, None)
+    if mesh is None:
+        return rows, routing.counts.cumsum(0).int(), (home, None)
+    n_out = rearrange(routing.counts, "(rank e) -> rank e", rank=mesh.size())
+    n_in = all_to_all_single(n_out, None, None, mesh)  # (source rank, e): rows that come here
+    n_sent, n_received = (
+        n_out.sum(1).tolist(),
+        n_in.sum(1).tolist(),
+    )  # the host must know them to make the buffers
+    rows = all_to_all_single_autograd(rows, n_received, n_sent, mesh)
+    # Rows arrive in the order (source rank, expert); the experts want (expert, source rank).
+    ids = torch.arange(n_in.shape[1], device=x.device).repeat(mesh.size())
+    by_expert = ids.repeat_interleave(n_in.flatten(), output_size=len(rows)).argsort(stable=True)
+    slots = invert(by_expert)
+    rows = gather(rows, by_expert, slots[:, None])
+    return rows, n_in.sum(0).cumsum(0).int(), (home, (by_expert, slots, n_sent, n_received))
+
+
+def _combine_all_to_all(rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None) -> Tensor:
+    home, travel = plan
+    if travel is not None:
+        by_expert, slots, n_sent, n_received = travel
+        rows = gather(rows, slots, by_expert[:, None])
+        rows = all_to_all_single_autograd(rows, n_sent, n_received, mesh)
+    return _combine_local(rows, weights, home, None)
+
+
+TRANSPORTS = {
+    "local": Transport(_dispatch_local, _combine_local),
+    "all_to_all": Transport(_dispatch_all_to_all, _combine_all_to_all),
+}
+
+
+# --- Rows by index --------------------------------------------------------------------
+
+
+def invert(order: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Return the inverse of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+class _Gather(torch.autograd.Function):
+    """``x[index]`` whose backward is a gather and a sum too: deterministic, no scatter."""
+
+    @staticmethod
+    def forward(ctx, x, index, uses):
+        ctx.save_for_backward(uses)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (uses,) = ctx.saved_tensors
+        return grad[uses].sum(1), None, None
+
+
+def gather(
+    x: Float[Tensor, "n d"], index: Int[Tensor, " m"], uses: Int[Tensor, "n c"]
+) -> Float[Tensor, "m d"]:
+    """Return ``x[index]``, given where each row of ``x`` is used: ``index[uses[i, j]] == i``, ``m == n * c``."""
+    return _Gather.apply(x, index, uses)

@@ -1,0 +1,96 @@
+"""Cross-entropy over a large vocabulary, a chunk of tokens at a time."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+CHUNK_ELEMENTS = 2**27  # logits held at once: 512 MiB in float32
+
+
+def cross_entropy(
+    hidden: Float[Tensor, "t d"],
+    head: Float[Tensor, "d v"],
+    targets: Int[Tensor, " t"],
+    weights: Float[Tensor, " t"],
+    *,
+    z_weight: float = 0.0,
+) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]:
+    """Return the weighted sums of cross-entropy plus z-loss, and of each alone, never holding all logits.
+
+    Pure, differentiable in ``hidden`` and ``head`` through the first result. The gradient of each chunk is taken while
+    its logits exist, so the backward recomputes nothing.
+
+    Parameters
+    ----------
+    hidden : Float[Tensor, "t d"]
+        What the head reads.
+    head : Float[Tensor, "d v"]
+        A plain tensor.
+    targets : Int[Tensor, " t"]
+        Token ids in [0, v).
+    weights : Float[Tensor, " t"]
+        Of each token in the sum: 1 / n_targets of the global batch where it counts, else 0. float32 at least.
+    z_weight : float
+        Of the squared log-sum-exp of the logits.
+
+    Returns
+    -------
+    loss : Float[Tensor, ""]
+        The sum of weight * (cross-entropy + z_weight * z).
+    cross_entropy, z : Float[Tensor, ""]
+        The weighted sums of each alone, not differentiable.
+
+    Raises
+    ------
+    ValueError
+        When the shapes do not fit.
+
+    References
+    ----------
+    Chowdhery et al., PaLM, 2022 (z-loss). https://arxiv.org/abs/2204.02311
+    """
+    if hidden.shape[-1] != head.shape[0] or not len(hidden) == len(targets) == len(weights):
+        raise ValueError(
+            "cross_entropy needs hidden (t, d), head (d, v), targets (t,) and weights (t,), got "
+            f"{tuple(hidden.shape)}, {tuple(head.shape)}, {tuple(targets.shape)}, {tuple(weights.shape)}"
+        )
+    return _CrossEntropy.apply(hidden, head, targets, weights, z_weight)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, head, targets, weights, z_weight):
+        acc = torch.promote_types(hidden.dtype, torch.float32)
+        ce, z = (torch.zeros((), dtype=acc, device=hidden.device) for _ in range(2))
+        needs_hidden, needs_head = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        grad_head = torch.zeros_like(head, dtype=acc) if needs_head else None
+        n = max(CHUNK_ELEMENTS // head.shape[1], 1)
+        for i in range(0, len(hidden), n):
+            h, y, w = hidden[i : i + n], targets[i : i + n, None], weights[i : i + n]
+            logits = (h @ head).to(acc)
+            lse = logits.logsumexp(-1)
+            ce += (w * (lse - logits.gather(1, y)[:, 0])).sum()
+            z += (w * lse.square()).sum()
+            if needs_hidden or needs_head:
+                grad = logits.sub_(lse[:, None]).exp_()  # in place: the chunk exists once
+                grad *= (w * (1 + 2 * z_weight * lse))[:, None]
+                grad.scatter_add_(1, y, -w[:, None])
+                grad = grad.to(hidden.dtype)
+                if grad_hidden is not None:
+                    torch.matmul(grad, head.T, out=grad_hidden[i : i + n])
+                if grad_head is not None:
+                    grad_head += h.T @ grad
+        ctx.save_for_backward(grad_hidden, grad_head)
+        ctx.head_dtype = head.dtype
+        ctx.mark_non_differentiable(ce, z)
+        return ce + z_weight * z, ce, z
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        grad_hidden, grad_head = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+        if grad_head is not None:
+            grad_head = (grad_head * grad).to(ctx.head_dtype)
+        return grad_hidden, grad_head, None, None, None

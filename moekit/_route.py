@@ -1,0 +1,182 @@
+"""Token-choice routing: which experts each token goes to, and with what weight."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils._pytree import register_dataclass
+
+from moekit._random import uniform
+from moekit.mesh import local
+
+Assignment = Literal["top_k", "random", "uniform"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Which experts each token goes to. Floats are float32, or float64 in a float64 model.
+
+    ``weights`` multiply the experts' outputs; ``scores`` are every expert's score before the choice; ``counts`` are
+    rows per expert of the whole model, padding included.
+    """
+
+    weights: Float[Tensor, "t k"]
+    expert_ids: Int[Tensor, "t k"]
+    counts: Int[Tensor, " E"]
+    logits: Float[Tensor, "t E"]
+    scores: Float[Tensor, "t E"]
+
+    @property
+    def n_experts(self) -> int:
+        """Experts of the layer over all ranks."""
+        return self.logits.shape[-1]
+
+
+register_dataclass(Routing)
+
+
+def route(
+    router: Float[Tensor, "d E"],
+    x: Float[Tensor, "t d"],
+    *,
+    top_k: int,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    normalize: Literal["none", "l1"] = "l1",
+    scale: float = 1.0,
+    bias: Float[Tensor, " E"] | None = None,
+    n_groups: int = 1,
+    top_groups: int = 1,
+    assignment: Assignment = "top_k",
+    key: Int[Tensor, ""] | None = None,
+    token_ids: Int[Tensor, " t"] | None = None,
+) -> Routing:
+    """Send each token to ``top_k`` of E experts.
+
+    Pure, differentiable in ``router`` and ``x`` through the weights, logits and scores. No communication.
+
+    Parameters
+    ----------
+    router : Float[Tensor, "d E"]
+        Plain, or a DTensor replicated over the ranks that share a batch.
+    x : Float[Tensor, "t d"]
+        Tokens of this rank; ``t`` may be 0. Logits are computed in float32 at least, whatever the dtype of ``x``.
+    top_k : int
+        Experts per token, in [1, E].
+    score : {"softmax", "sigmoid"}
+        Over all experts, before the choice.
+    normalize : {"none", "l1"}
+        ``"l1"`` divides the k chosen scores by their sum.
+    scale : float
+        Multiplies the weights, after ``normalize``.
+    bias : Float[Tensor, " E"], optional
+        Added to the scores for the choice alone; it never enters the weights. float32 at least.
+    n_groups, top_groups : int
+        Experts form ``n_groups`` groups of neighbours; a token uses the ``top_groups`` whose two best biased scores
+        have the largest sum.
+    assignment : {"top_k", "random", "uniform"}
+        ``"random"``: k experts drawn for each token from ``key`` and its id, without replacement. ``"uniform"``: token
+        i takes the k experts after a start that moves by k with i, so loads are equal to within one. Weights are the
+        chosen experts' scores in all three.
+    key : Int[Tensor, ""], optional
+        Needed by ``"random"`` and ``"uniform"``; see :func:`moekit.make_key` and :func:`moekit.fold_in`.
+    token_ids : Int[Tensor, " t"], optional
+        Index of each token in the global batch; by default its place in ``x``.
+
+    Returns
+    -------
+    Routing
+        See there.
+
+    Raises
+    ------
+    ValueError
+        When an option is unknown, sizes do not fit, or a random assignment has no key.
+
+    References
+    ----------
+    Shazeer et al., Outrageously Large Neural Networks, 2017. https://arxiv.org/abs/1701.06538
+    DeepSeek-AI, DeepSeek-V3, 2024 (bias, groups). https://arxiv.org/abs/2412.19437
+    """
+    n_experts = router.shape[-1]
+    if router.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"route needs router (d, E) for tokens (t, d), got {tuple(router.shape)}, {tuple(x.shape)}"
+        )
+    if not 1 <= top_k <= n_experts:
+        raise ValueError(f"route needs 1 <= top_k <= n_experts, got {top_k=}, {n_experts=}")
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"route needs score 'softmax' or 'sigmoid', got {score!r}")
+    if normalize not in ("none", "l1"):
+        raise ValueError(f"route needs normalize 'none' or 'l1', got {normalize!r}")
+    if bias is not None and (bias.shape != (n_experts,) or bias.dtype not in (torch.float32, torch.float64)):
+        raise ValueError(f"route needs a float32 bias ({n_experts},), got {bias.dtype} {tuple(bias.shape)}")
+    _check_groups(n_experts, n_groups, top_groups, top_k)
+
+    at_least_fp32 = torch.promote_types(x.dtype, torch.float32)
+    logits = x.to(at_least_fp32) @ local(router).to(at_least_fp32)
+    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+
+    if assignment == "top_k":
+        expert_ids = _best(scores.detach(), bias, top_k, n_groups, top_groups)
+    else:
+        if assignment not in ("random", "uniform"):
+            raise ValueError(f"route needs assignment 'top_k', 'random' or 'uniform', got {assignment!r}")
+        if key is None:
+            raise ValueError(f"route needs a key for {assignment=}, got None; pass key=moekit.make_key(seed)")
+        if token_ids is None:
+            token_ids = torch.arange(len(x), device=x.device)
+        experts = torch.arange(n_experts, device=x.device)
+        if assignment == "random":
+            expert_ids = uniform(key, token_ids[:, None] * n_experts + experts).topk(top_k, dim=-1).indices
+        else:
+            expert_ids = (token_ids[:, None] * top_k + experts[:top_k] + key % n_experts) % n_experts
+
+    weights = scores.gather(-1, expert_ids)
+    if normalize == "l1":
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    return Routing(
+        weights=weights * scale,
+        expert_ids=expert_ids,
+        counts=count_experts(expert_ids, n_experts),
+        logits=logits,
+        scores=scores,
+    )
+
+
+def count_experts(
+    expert_ids: Int[Tensor, "t k"], n_experts: int, mask: Tensor | None = None
+) -> Int[Tensor, " E"]:
+    """Count rows per expert, of the tokens where ``mask`` (t,) is true; no host sync."""
+    ones = torch.ones_like(expert_ids) if mask is None else mask[:, None].expand_as(expert_ids).long()
+    counts = torch.zeros(n_experts, dtype=torch.int64, device=expert_ids.device)
+    return counts.scatter_add_(0, expert_ids.flatten(), ones.flatten())
+
+
+def _check_groups(n_experts: int, n_groups: int, top_groups: int, top_k: int) -> None:
+    if n_groups < 1 or n_experts % n_groups or not 1 <= top_groups <= n_groups:
+        raise ValueError(
+            f"route needs n_groups to divide n_experts and 1 <= top_groups <= n_groups, "
+            f"got {n_experts=}, {n_groups=}, {top_groups=}"
+        )
+    if top_k > n_experts // n_groups * top_groups:
+        raise ValueError(
+            f"route needs top_k experts in top_groups groups of {n_experts // n_groups}, got {top_k=}, {top_groups=}"
+        )
+
+
+def _best(
+    scores: Float[Tensor, "t E"], bias: Tensor | None, top_k: int, n_groups: int, top_groups: int
+) -> Int[Tensor, "t k"]:
+    """Choose the best biased scores, within the best groups."""
+    biased = scores if bias is None else scores + bias
+    if n_groups > top_groups:
+        grouped = rearrange(biased, "t (g e) -> t g e", g=n_groups)
+        of_group = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(
+            -1, of_group.topk(top_groups, dim=-1).indices, True
+        )
+        biased = rearrange(grouped.masked_fill(~chosen[..., None], -torch.inf), "t g e -> t (g e)")
+    return biased.topk(top_k, dim=-1).indices

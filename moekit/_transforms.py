@@ -1,0 +1,271 @@
+"""Transforms: each takes a function and returns a function of the same shape."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as fc
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from moekit.batch import split_batch
+from moekit.mesh import data_mesh, map_named
+
+OnGrad = Callable[[str, Tensor], Tensor | None]
+
+
+def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
+    """Return a function that gives a loss and its gradients.
+
+    The gradients are those of a sum of shares: on a mesh they are DTensors whose placements say what is still to be
+    summed (``Partial``). Nothing is written to ``.grad`` of the caller's parameters.
+
+    Parameters
+    ----------
+    loss_fn : callable
+        ``loss_fn(params, *args, **kwargs)`` returns a 0-d loss, or ``(loss, aux)`` with ``has_aux``. It reads
+        parameters through :func:`moekit.local`.
+    has_aux : bool
+        Whether the loss comes with a tree of tensors that are not differentiated.
+
+    Returns
+    -------
+    callable
+        ``run(params, *args, on_grad=None, **kwargs) -> (loss, grads)`` or ``((loss, aux), grads)``, grads a TensorDict
+        like ``params``. ``on_grad(name, grad)`` runs *during* backward, once a parameter's gradient is complete; what
+        it returns takes the gradient's place in ``grads``, and ``None`` leaves it out.
+
+    Raises
+    ------
+    ValueError
+        When the loss is not a 0-d tensor, or a parameter is reached by no gradient (each is named).
+    """
+
+    def run(params: TensorDict, *args: Any, on_grad: OnGrad | None = None, **kwargs: Any):
+        leaves: dict[str, Tensor] = {}
+        grads: dict[str, Tensor | None] = {}
+
+        def ready(name: str, leaf: Tensor) -> None:
+            grad, leaf.grad = leaf.grad, None
+            assert grad is not None
+            grads[name] = grad if on_grad is None else on_grad(name, grad)
+
+        def fresh(name: str, p: Tensor) -> Tensor:
+            leaf = p.detach().requires_grad_()  # an alias: the caller's tensor gets no grad and no hook
+            leaf.register_post_accumulate_grad_hook(functools.partial(ready, name))
+            leaves[name] = leaf
+            return leaf
+
+        with torch.enable_grad():
+            out = loss_fn(map_named(fresh, params), *args, **kwargs)
+            loss, aux = out if has_aux else (out, None)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"value_and_grad needs loss_fn to return a 0-d tensor, got {what}")
+        if loss.requires_grad:
+            torch.autograd.backward(loss, inputs=list(leaves.values()))
+        if missing := [name for name in leaves if name not in grads]:
+            raise ValueError(
+                f"value_and_grad needs every parameter to enter the loss, no gradient reached {', '.join(missing)}"
+            )
+        tree = TensorDict({tuple(n.split(".")): grads[n] for n in leaves if grads[n] is not None})
+        loss = loss.detach()
+        if has_aux:
+            return (loss, tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)), tree
+        return loss, tree
+
+    return run
+
+
+def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None = None) -> Callable:
+    """Return a function that runs ``grad_fn`` on ``n_microbatches`` slices of its batch and sums what comes.
+
+    Losses are shares of the global batch's, so nothing is divided. Gradients are added during backward to float32
+    buffers (float64 for float64), so a micro-batch's own gradients never all exist at once.
+
+    Parameters
+    ----------
+    grad_fn : callable
+        Made by :func:`value_and_grad`.
+    n_microbatches : int
+        Must divide the leading dim of every tensor of the batch; 0-d tensors are shared.
+    on_grad : callable, optional
+        What becomes of each micro-batch's gradient before it is added, e.g. ``optimizer.on_grad`` of
+        ``shard_optimizer(reduce="micro_batch")``, which reduce-scatters it.
+
+    Returns
+    -------
+    callable
+        ``run(params, batch, into=None, **kwargs)``, of the shape of ``grad_fn``. ``into`` is a TensorDict of buffers
+        that the caller owns, as an earlier call returned it; it is overwritten and returned.
+
+    Raises
+    ------
+    ValueError
+        When ``n_microbatches`` is below 1 or does not divide.
+    """
+    if n_microbatches < 1:
+        raise ValueError(f"accumulate needs n_microbatches >= 1, got {n_microbatches}")
+
+    def run(params: TensorDict, batch: Any, *, into: TensorDict | None = None, **kwargs: Any):
+        sums: dict[str, Tensor] = {}
+        buffers = (
+            {}
+            if into is None
+            else {".".join(k) if isinstance(k, tuple) else k: v for k, v in into.items(True, True)}
+        )
+
+        def add(name: str, grad: Tensor) -> None:
+            new = grad if on_grad is None else on_grad(name, grad)
+            if new is None:
+                return
+            if name in sums:
+                _plain(sums[name]).add_(_plain(new))
+            elif name in buffers:
+                sums[name] = buffers[name]
+                _plain(sums[name]).copy_(_plain(new))
+            else:
+                sums[name] = _at_least_float32(new)
+
+        total = None
+        for part in split_batch(batch, n_microbatches):
+            value, _ = grad_fn(params, part, on_grad=add, **kwargs)
+            total = value if total is None else _tree_add(total, value)
+        order = [key if isinstance(key, str) else ".".join(key) for key in params.keys(True, True)]
+        return total, TensorDict({tuple(name.split(".")): sums[name] for name in order if name in sums})
+
+    return run
+
+
+def data_parallel(grad_fn: Callable, *, mesh: DeviceMesh | None = None) -> Callable:
+    """Return a function whose loss, aux and gradients are summed over the ranks that share a batch.
+
+    For use without :func:`moekit.shard_optimizer`, which reduces gradients itself.
+
+    Parameters
+    ----------
+    grad_fn : callable
+        Made by :func:`value_and_grad` or :func:`accumulate`.
+    mesh : DeviceMesh, optional
+        Axes (edp, ep); ``None`` returns ``grad_fn``.
+
+    Returns
+    -------
+    callable
+        Of the shape of ``grad_fn``; gradients that were ``Partial`` on an axis are ``Replicate``. Collective.
+    """
+    if mesh is None:
+        return grad_fn
+
+    def reduce(name: str, grad: Tensor) -> Tensor:
+        if not isinstance(grad, DTensor):
+            raise ValueError(
+                f"data_parallel needs DTensor gradients on a mesh, got a plain one for {name}; "
+                "place the parameters with moekit.distribute or init_params(mesh=mesh)"
+            )
+        return grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
+
+    def run(params: TensorDict, *args: Any, **kwargs: Any):
+        value, grads = grad_fn(params, *args, **kwargs)
+        return sum_over_ranks(value, mesh=mesh), map_named(reduce, grads)
+
+    return run
+
+
+def sum_over_ranks(tree: Any, *, mesh: DeviceMesh | None = None) -> Any:
+    """Return the tree of tensors summed over the ranks that share a batch: shares become the whole. Collective."""
+    if mesh is None:
+        return tree
+    leaves, spec = tree_flatten(tree)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        by_dtype.setdefault(leaf.dtype, []).append(i)
+    for at in by_dtype.values():
+        flat = fc.all_reduce(torch.cat([leaves[i].reshape(-1) for i in at]), "sum", data_mesh(mesh))
+        for i, part in zip(at, flat.split([leaves[i].numel() for i in at]), strict=True):
+            leaves[i] = part.view(leaves[i].shape)
+    return tree_unflatten(leaves, spec)
+
+
+def remat(block: Callable, recompute: str | Iterable[str] = "block") -> Callable:
+    """Return a block that recomputes in its backward what it does not keep.
+
+    Parameters
+    ----------
+    block : callable
+        Any function for ``"none"`` and ``"block"``. For a list, one that takes ``wrap``, as
+        :func:`moekit.transformer_block` does: ``wrap(name, fn)`` is called on each part that has a name.
+    recompute : {"none", "block"} or iterable of str
+        Nothing, the whole block, or the parts to recompute, e.g. ``("attention", "ffn")``.
+
+    Returns
+    -------
+    callable
+        Of the same shape, giving the same results.
+
+    Raises
+    ------
+    ValueError
+        For a string that is neither ``"none"`` nor ``"block"``, and, when called, for a name that no part of the block
+        has.
+
+    References
+    ----------
+    Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016. https://arxiv.org/abs/1604.06174
+    """
+    if recompute == "none":
+        return block
+    if recompute == "block":
+        return _checkpointed(block)
+    if isinstance(recompute, str):
+        raise ValueError(f"remat needs 'none', 'block' or a list of parts, got {recompute!r}")
+    names = frozenset(recompute)
+
+    @functools.wraps(block)
+    def run(*args: Any, **kwargs: Any):
+        seen = set()
+
+        def wrap(name: str, fn: Callable) -> Callable:
+            seen.add(name)
+            return _checkpointed(fn) if name in names else fn
+
+        out = block(*args, wrap=wrap, **kwargs)
+        if unknown := names - seen:
+            raise ValueError(f"remat needs parts of the block, {sorted(seen)}, got {sorted(unknown)}")
+        return out
+
+    return run
+
+
+def _checkpointed(fn: Callable) -> Callable:
+    @functools.wraps(fn)
+    def run(*args: Any, **kwargs: Any):
+        return checkpoint(
+            functools.partial(fn, **kwargs), *args, use_reentrant=False, preserve_rng_state=False
+        )
+
+    return run
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    """Convert; a DTensor's own ``.to`` may sum what is Partial."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if not isinstance(x, DTensor):
+        return x.to(dtype)
+    return DTensor.from_local(
+        x.to_local().to(dtype), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
+    )
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _tree_add(a: Any, b: Any) -> Any:
+    leaves_a, spec = tree_flatten(a)
+    return tree_unflatten([x + y for x, y in zip(leaves_a, tree_leaves(b), strict=True)], spec)

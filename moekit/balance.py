@@ -1,0 +1,179 @@
+"""Balancing: losses over a named population of tokens, and the next balancing bias.
+
+Each loss is a *share*: the sum over micro-batches and ranks of what is returned is the loss of the global batch. All are
+functions of a :class:`moekit.Routing`.
+"""
+
+from typing import Literal
+
+import torch
+import torch.distributed._functional_collectives as fc
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from moekit._route import Routing, count_experts
+from moekit.mesh import data_mesh
+
+Population = Literal["document", "rank", "micro_batch", "batch"]
+
+
+def load_balancing_loss(
+    routing: Routing,
+    *,
+    population: Population,
+    documents: Int[Tensor, " t"] | None = None,
+    mask: Bool[Tensor, " t"] | None = None,
+    n_tokens: int | Int[Tensor, ""] | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Float[Tensor, ""]:
+    r"""Return this call's share of the load-balancing loss, :math:`E \sum_i f_i P_i` averaged over the tokens.
+
+    :math:`f_i` is the part of a population's routes that expert i takes (so they sum to one), and :math:`P_i` the mean over the
+    population of i's score as a part of all scores. The loss is 1 when balanced. Populations weigh as their tokens.
+
+    Pure, differentiable in the scores. Collective over ``mesh`` for ``"micro_batch"`` and ``"batch"``: one all-reduce
+    of E counts.
+
+    Parameters
+    ----------
+    routing : Routing
+        Of t tokens.
+    population : {"document", "rank", "micro_batch", "batch"}
+        Over which tokens f and P are taken. ``"document"``: the tokens of one document, so the loss does not depend on
+        how documents are split into micro-batches or ranks. ``"rank"``: the tokens of this call. ``"micro_batch"``:
+        the tokens of this call on all ranks of ``mesh``. These two depend on the split by definition. ``"batch"``:
+        the global batch, which must not be accumulated: it is an error on the device when this call on all ranks
+        does not hold ``n_tokens``.
+    documents : Int[Tensor, " t"], optional
+        For ``"document"``: a number per document, in [0, t).
+    mask : Bool[Tensor, " t"], optional
+        False for padding, which then enters no count and no mean.
+    n_tokens : int or Int[Tensor, ""], optional
+        Tokens of the global batch that ``mask`` keeps; by default those of this call.
+    mesh : DeviceMesh, optional
+        Axes (edp, ep).
+
+    Raises
+    ------
+    ValueError
+        When the population is unknown or lacks its argument.
+
+    References
+    ----------
+    Fedus et al., Switch Transformers, 2021. https://arxiv.org/abs/2101.03961
+    """
+    if population not in ("document", "rank", "micro_batch", "batch"):
+        raise ValueError(
+            "load_balancing_loss needs population 'document', 'rank', 'micro_batch' or 'batch', "
+            f"got {population!r}"
+        )
+    if population == "document" and documents is None:
+        raise ValueError("load_balancing_loss over documents needs documents (t,), got None")
+    if population == "batch" and n_tokens is None and mesh is not None:
+        raise ValueError("load_balancing_loss over the batch needs n_tokens of the global batch, got None")
+    n_experts, top_k = routing.n_experts, routing.expert_ids.shape[-1]
+    p = routing.scores / routing.scores.sum(-1, keepdim=True)
+    keep = torch.ones(len(p), dtype=torch.bool, device=p.device) if mask is None else mask
+    here = keep.sum()
+    total = here if n_tokens is None else n_tokens
+
+    if population == "document":
+        assert documents is not None
+        of = documents.clamp_min(0)  # padding is masked, and may carry -1
+        rows = keep[:, None].expand(-1, top_k).long()
+        counts = torch.zeros(len(p), n_experts, dtype=torch.int64, device=p.device)
+        counts.view(-1).scatter_add_(
+            0, (of[:, None] * n_experts + routing.expert_ids).flatten(), rows.flatten()
+        )
+        routes = counts.sum(-1, keepdim=True).clamp_min(1)
+        f = (counts.to(p.dtype) / routes)[of]
+    else:
+        counts = count_experts(routing.expert_ids, n_experts, mask)
+        if population != "rank" and mesh is not None:
+            counts = fc.all_reduce(counts, "sum", data_mesh(mesh))
+        if population == "batch":
+            torch._assert_async(
+                counts.sum() == total * top_k,
+                "load_balancing_loss over the batch needs the whole batch in one call, but it is accumulated",
+            )
+        f = counts.to(p.dtype) / counts.sum().clamp_min(1)
+    per_token = (f * p).sum(-1).masked_fill(~keep, 0.0)
+    return n_experts * per_token.sum() / _at_least_one(total)
+
+
+def router_z_loss(
+    routing: Routing,
+    *,
+    mask: Bool[Tensor, " t"] | None = None,
+    n_tokens: int | Int[Tensor, ""] | None = None,
+) -> Float[Tensor, ""]:
+    """Return this call's share of the mean squared log-sum-exp of the router's logits.
+
+    Pure and differentiable in the logits. ``mask`` and ``n_tokens`` as for :func:`load_balancing_loss`.
+
+    References
+    ----------
+    Zoph et al., ST-MoE, 2022. https://arxiv.org/abs/2202.08906
+    """
+    z = routing.logits.logsumexp(-1).square()
+    if mask is not None:
+        z = z.masked_fill(~mask, 0.0)
+    total = (len(z) if mask is None else mask.sum()) if n_tokens is None else n_tokens
+    return z.sum() / _at_least_one(total)
+
+
+def next_bias(
+    bias: Float[Tensor, "*l E"],
+    counts: Int[Tensor, "*l E"],
+    *,
+    rate: float = 1e-3,
+    mesh: DeviceMesh | None = None,
+) -> Float[Tensor, "*l E"]:
+    """Return the balancing bias of the next step: up by ``rate`` for experts below the mean load, down for those above.
+
+    Pure, not differentiable. Collective over ``mesh``: one all-reduce of the counts.
+
+    Parameters
+    ----------
+    bias : Float[Tensor, "*l E"]
+        float32 at least, one row a layer; lower precisions stop moving.
+    counts : Int[Tensor, "*l E"]
+        Rows per expert of one step, padding left out (:func:`expert_counts`).
+    rate : float
+        Step of the bias, in units of the scores.
+    mesh : DeviceMesh, optional
+        Axes (edp, ep), whose ranks' counts are summed; ``None`` where they already are.
+
+    Raises
+    ------
+    TypeError
+        When the bias is kept in less than float32.
+    ValueError
+        When the shapes differ.
+
+    References
+    ----------
+    Wang et al., Auxiliary-Loss-Free Load Balancing, 2024. https://arxiv.org/abs/2408.15664
+    """
+    if bias.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"next_bias needs a bias in float32, got {bias.dtype}, in which steps of {rate} are lost"
+        )
+    if bias.shape != counts.shape:
+        raise ValueError(
+            f"next_bias needs a count per bias, got {tuple(bias.shape)} and {tuple(counts.shape)}"
+        )
+    if mesh is not None:
+        counts = fc.all_reduce(counts, "sum", data_mesh(mesh))
+    load = counts.to(bias.dtype)
+    return bias + rate * (load.mean(-1, keepdim=True) - load).sign()
+
+
+def expert_counts(routing: Routing, *, mask: Bool[Tensor, " t"] | None = None) -> Int[Tensor, " E"]:
+    """Count this call's rows per expert, without padding where ``mask`` is given."""
+    return routing.counts if mask is None else count_experts(routing.expert_ids, routing.n_experts, mask)
+
+
+def _at_least_one(n: int | Tensor) -> int | Tensor:
+    return n.clamp_min(1) if isinstance(n, Tensor) else max(n, 1)

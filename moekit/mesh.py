@@ -1,0 +1,168 @@
+"""Who holds what: the device mesh, and the one table of placements.
+
+Axes: ``edp`` expert data parallel, ``ep`` expert parallel. Expert leaves live on the two-axis mesh (edp, ep); every
+other leaf is replicated over both axes flattened into one, ``dp``. A leaf's mesh lists exactly the ranks that hold it.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def make_mesh(
+    *, edp: int | None = None, ep: int = 1, n_experts: int | None = None, device: str | None = None
+) -> DeviceMesh | None:
+    """Arrange all ranks as ``edp`` x ``ep``. Collective, once per process.
+
+    Starts the default process group (NCCL on CUDA, gloo on CPUs) from torchrun's environment unless one exists.
+
+    Parameters
+    ----------
+    edp, ep : int
+        Copies of every expert, and ranks that share one copy. Ranks of one ``ep`` group are neighbours. By default
+        ``edp`` is what the number of ranks leaves.
+    n_experts : int, optional
+        Checked against ``ep`` before any group is made.
+    device : str, optional
+        ``"cuda"`` or ``"cpu"``; by default CUDA where there is a device.
+
+    Returns
+    -------
+    DeviceMesh or None
+        Axes ``("edp", "ep")``; ``mesh["ep"]`` is what the moe functions take. ``None`` in a process that was started
+        alone: every function takes that for one process with plain tensors.
+
+    Raises
+    ------
+    ValueError
+        When ``edp * ep`` is not the number of ranks, or ``ep`` does not divide ``n_experts``.
+    """
+    started = dist.is_initialized()
+    world = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", 1))  # torchrun's contract
+    edp = max(world // max(ep, 1), 1) if edp is None else edp
+    if edp < 1 or ep < 1 or edp * ep != world:
+        raise ValueError(
+            f"make_mesh needs edp * ep to be the number of ranks, got {edp=} * {ep=} on {world} ranks; "
+            f"start {max(edp, 1) * max(ep, 1)} ranks or choose an ep that divides {world}"
+        )
+    if n_experts is not None and n_experts % ep:
+        raise ValueError(f"make_mesh needs ep to divide n_experts, got {n_experts=}, {ep=}")
+    if world == 1 and not started:
+        return None
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return init_device_mesh(device, (edp, ep), mesh_dim_names=("edp", "ep"))
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axes (edp, ep) as one axis ``dp``: the ranks that share a batch. Collective at its first call."""
+    return mesh["edp", "ep"]._flatten("dp")
+
+
+def data_rank(mesh: DeviceMesh | None) -> tuple[int, int]:
+    """Return this rank's place among the ranks that share a batch, and their number."""
+    return (0, 1) if mesh is None else (data_mesh(mesh).get_local_rank(), data_mesh(mesh).size())
+
+
+def layout(name: str, mesh: DeviceMesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Return the mesh and placements of the parameter ``name``: moekit's only statement of who holds what.
+
+    ========================= ============= ======================= =============================
+    leaf                      mesh          parameter               gradient before reduction
+    ========================= ============= ======================= =============================
+    ``*.experts.*``           (edp, ep)     (Replicate, Shard(0))   (Partial, Shard(0))
+    every other               dp            (Replicate,)            (Partial,)
+    ========================= ============= ======================= =============================
+    """
+    if "experts" in name.split("."):
+        return mesh["edp", "ep"], (Replicate(), Shard(0))
+    return data_mesh(mesh), (Replicate(),)
+
+
+def shard_of(
+    name: str, shape: tuple[int, ...], mesh: DeviceMesh | None
+) -> tuple[torch.Size, tuple[int, ...]]:
+    """Return shape and global offset of what this rank holds of the parameter ``name``.
+
+    Raises
+    ------
+    ValueError
+        When a sharded dim is not divisible by its axis.
+    """
+    if mesh is None:
+        return torch.Size(shape), (0,) * len(shape)
+    on, placements = layout(name, mesh)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard) and shape[placement.dim] % on.size(axis):
+            axis_name = on.mesh_dim_names[axis] if on.mesh_dim_names else axis
+            raise ValueError(
+                f"{name} needs the {axis_name} axis to divide its {shape[placement.dim]} experts, "
+                f"got {axis_name}={on.size(axis)}"
+            )
+    local, offset = compute_local_shape_and_global_offset(shape, on, placements)
+    return torch.Size(local), tuple(offset)
+
+
+def from_shard(name: str, local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh | None) -> Tensor:
+    """Wrap what this rank holds of the parameter ``name``, of global ``shape``, as a DTensor. No communication."""
+    if mesh is None:
+        return local
+    on, placements = layout(name, mesh)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, on, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def local(p: Tensor) -> Tensor:
+    """Read a parameter in differentiated code: this rank's part, with its gradient labelled for what it is.
+
+    Pure and differentiable. The gradient's placements follow from the parameter's: ``Partial`` on an axis where the
+    parameter is replicated (each rank holds one term of a sum), ``Shard`` where it is sharded. Plain tensors pass.
+    """
+    if not isinstance(p, DTensor):
+        return p
+    return p.to_local(grad_placements=[Partial() if q.is_replicate() else q for q in p.placements])
+
+
+def distribute(params: TensorDict, mesh: DeviceMesh | None) -> TensorDict:
+    """Place full parameters, the same on every rank, as :func:`layout` says. No communication.
+
+    Parameters
+    ----------
+    params : TensorDict
+        Plain tensors, or any nested tree of them.
+    mesh : DeviceMesh or None
+        Axes (edp, ep); ``None`` returns ``params``.
+
+    Returns
+    -------
+    TensorDict
+        Each leaf a DTensor whose local tensor is a copy of this rank's part.
+
+    Raises
+    ------
+    ValueError
+        When the ep axis does not divide the number of experts.
+    """
+    if mesh is None:
+        return params
+
+    def place(name: str, full: Tensor) -> Tensor:
+        local, offset = shard_of(name, tuple(full.shape), mesh)
+        index = tuple(slice(o, o + n) for o, n in zip(offset, local, strict=True))
+        return from_shard(name, full[index].to(mesh.device_type).clone(), tuple(full.shape), mesh)
+
+    return map_named(place, params)
+
+
+def map_named(fn, params: TensorDict) -> TensorDict:
+    """Apply ``fn(name, leaf)`` to every leaf; names are joined by dots."""
+    out = TensorDict({})
+    for key in params.keys(True, True):
+        name = key if isinstance(key, str) else ".".join(key)
+        out[key] = fn(name, params[key])
+    return out

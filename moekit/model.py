@@ -1,0 +1,407 @@
+"""The model family as functions of a parameter TensorDict.
+
+Which parts a model has (norms before or after, query and key norms, shared experts, a tied head) is read off its
+parameters; sizes and routing come from a :class:`moekit.ModelConfig`.
+
+Axes: b sequences, s positions, t = b * s tokens, d d_model, v vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from jaxtyping import Bool, Float, Int
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from moekit import balance
+from moekit._dispatch import Transport
+from moekit._experts import Kernels
+from moekit._loss import cross_entropy
+from moekit._moe import feed_forward, moe
+from moekit._random import fold_in
+from moekit._route import Assignment, Routing
+from moekit._transforms import remat
+from moekit.batch import Batch
+from moekit.config import ModelConfig
+from moekit.mesh import local
+
+Params = TensorDict | Mapping[str, Any]
+Rope = tuple[Tensor, Tensor]
+
+
+def rms_norm(x: Float[Tensor, "*n d"], gain: Float[Tensor, " d"], eps: float = 1e-5) -> Float[Tensor, "*n d"]:
+    """Divide by the root mean square over the last dim, times ``gain`` (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    return F.rms_norm(x, (x.shape[-1],), local(gain), eps)
+
+
+def rope_table(n_positions: int, *, config: ModelConfig, like: Tensor) -> Rope:
+    """Return cosines and sines, each (s, d_head / 2), in float32 at least, on the device of ``like``.
+
+    Raises
+    ------
+    ValueError
+        When the sequence is longer than ``config.max_seq_len``.
+
+    References
+    ----------
+    Su et al., RoFormer, 2021. https://arxiv.org/abs/2104.09864
+    """
+    if n_positions > config.max_seq_len:
+        raise ValueError(
+            f"rope_table needs at most max_seq_len={config.max_seq_len} positions, got {n_positions}; "
+            "shorten the sequence or raise max_seq_len"
+        )
+    exponent = torch.arange(0, config.d_head, 2, dtype=torch.float64, device=like.device) / config.d_head
+    positions = torch.arange(n_positions, dtype=torch.float64, device=like.device)
+    angles = torch.outer(positions, config.rope_base**-exponent)
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Float[Tensor, "b s n h"], rope: Rope) -> Float[Tensor, "b s n h"]:
+    """Turn the pairs (i, i + h / 2) of each head by the angles of their position."""
+    cos, sin = (table[:, None] for table in rope)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+def attention(
+    params: Params,
+    x: Float[Tensor, "b s d"],
+    *,
+    n_heads: int,
+    n_kv_heads: int,
+    rope: Rope,
+    documents: Int[Tensor, "b s"] | None = None,
+    eps: float = 1e-5,
+) -> Float[Tensor, "b s d"]:
+    """Attend causally, within documents where they are given, with grouped queries.
+
+    Pure and differentiable.
+
+    Parameters
+    ----------
+    params : TensorDict
+        ``qkv`` (d, (n_heads + 2 n_kv_heads) * h), ``out`` (n_heads * h, d); optionally ``q_norm`` and ``k_norm``, RMSNorm gains of
+        one head (h,) or of the full width.
+    x : Float[Tensor, "b s d"]
+        Any float dtype.
+    n_heads, n_kv_heads : int
+        Query heads, and the key and value heads they share.
+    rope : tuple of Tensor
+        From :func:`rope_table`.
+    documents : Int[Tensor, "b s"], optional
+        A position sees its own document alone. RoPE is relative, so positions need not restart.
+    eps : float
+        Of the norms.
+
+    Returns
+    -------
+    Float[Tensor, "b s d"]
+
+    References
+    ----------
+    Ainslie et al., GQA, 2023. https://arxiv.org/abs/2305.13245
+    """
+    qkv = x @ local(params["qkv"])
+    d_head = qkv.shape[-1] // (n_heads + 2 * n_kv_heads)
+    q, k, v = qkv.split([n_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_head], -1)
+
+    def heads(z: Tensor, gain: Tensor | None = None) -> Tensor:
+        if gain is not None and gain.shape[0] == z.shape[-1]:
+            z, gain = rms_norm(z, gain, eps), None
+        z = rearrange(z, "b s (n h) -> b s n h", h=d_head)
+        return z if gain is None else rms_norm(z, gain, eps)
+
+    q, k = heads(q, params.get("q_norm", None)), heads(k, params.get("k_norm", None))
+    q, k, v = rotate(q, rope), rotate(k, rope), heads(v)
+    mask = None if documents is None else _document_mask(documents)
+    q, k, v = (rearrange(z, "b s n h -> b n s h") for z in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=n_heads != n_kv_heads
+    )
+    return rearrange(out, "b n s h -> b s (n h)") @ local(params["out"])
+
+
+def _document_mask(documents: Int[Tensor, "b s"]) -> Bool[Tensor, "b 1 s s"]:
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril()
+
+
+def transformer_block(
+    params: Params,
+    x: Float[Tensor, "b s d"],
+    *,
+    config: ModelConfig,
+    rope: Rope,
+    documents: Int[Tensor, "b s"] | None = None,
+    wrap: Callable[[str, Callable], Callable] = lambda name, fn: fn,
+    **moe_options: Any,
+) -> tuple[Float[Tensor, "b s d"], Routing | None]:
+    """Apply attention, then a feed-forward or a Mixture of Experts, each with its norms and added to what came in.
+
+    Pure and differentiable. Collective as :func:`moekit.moe` is, where the block has experts.
+
+    Parameters
+    ----------
+    params : TensorDict
+        ``layers.i`` of the model's parameters. ``*_norm_in`` stands before, ``*_norm_out`` after a part, where present.
+    x : Float[Tensor, "b s d"]
+        The residual stream.
+    config, rope, documents
+        As for :func:`forward` and :func:`attention`.
+    wrap : callable
+        ``wrap(name, fn)`` for the parts ``"attention"`` and ``"ffn"``; see :func:`moekit.remat`.
+    **moe_options
+        As for :func:`moekit.moe`.
+
+    Returns
+    -------
+    x : Float[Tensor, "b s d"]
+    routing : Routing or None
+    """
+    eps = config.norm_eps
+
+    def attend(z: Tensor) -> Tensor:
+        return attention(
+            params["attention"],
+            z,
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            rope=rope,
+            documents=documents,
+            eps=eps,
+        )
+
+    def feed(z: Tensor) -> tuple[Tensor, Routing | None]:
+        if "ffn" in params.keys():
+            return feed_forward(params["ffn"], z), None
+        y, routing = moe(
+            params["moe"],
+            rearrange(z, "b s d -> (b s) d"),
+            top_k=config.top_k,
+            score=config.score,
+            normalize=config.normalize,
+            scale=config.route_scale,
+            n_groups=config.n_groups,
+            top_groups=config.top_groups,
+            **moe_options,
+        )
+        return y.view(z.shape), routing
+
+    def norm(name: str, z: Tensor) -> Tensor:
+        return rms_norm(z, params[name], eps) if name in params.keys() else z
+
+    def attention_part(z: Tensor) -> Tensor:
+        return norm("attention_norm_out", attend(norm("attention_norm_in", z)))
+
+    def ffn_part(z: Tensor) -> tuple[Tensor, Routing | None]:
+        y, routing = feed(norm("ffn_norm_in", z))
+        return norm("ffn_norm_out", y), routing
+
+    x = x + wrap("attention", attention_part)(x)
+    y, routing = wrap("ffn", ffn_part)(x)
+    return x + y, routing
+
+
+def forward(
+    params: Params,
+    tokens: Int[Tensor, "b s"],
+    *,
+    config: ModelConfig,
+    documents: Int[Tensor, "b s"] | None = None,
+    sample_ids: Int[Tensor, " b"] | None = None,
+    biases: Float[Tensor, "l E"] | None = None,
+    key: Int[Tensor, ""] | None = None,
+    assignment: Assignment = "top_k",
+    via: str | Transport | None = None,
+    kernels: Kernels = "auto",
+    recompute: str | Iterable[str] = "none",
+    mesh: DeviceMesh | None = None,
+) -> tuple[Float[Tensor, "b s d"], list[Routing]]:
+    """Return what the head reads, and the routing of each layer that has experts.
+
+    Pure and differentiable. Collective over ``mesh["ep"]`` in every layer that has experts.
+
+    Parameters
+    ----------
+    params : TensorDict
+        From :func:`moekit.init_params`.
+    tokens : Int[Tensor, "b s"]
+        Token ids in [0, vocab_size); ``b`` may be 0 and differ between ranks.
+    config : ModelConfig
+        The model.
+    documents : Int[Tensor, "b s"], optional
+        A number per document within its row; attention stays inside documents.
+    sample_ids : Int[Tensor, " b"], optional
+        Index of each row in the global batch, from which random assignments are drawn; by default its place in
+        ``tokens``.
+    biases : Float[Tensor, "l E"], optional
+        Balancing bias of each layer with experts, float32.
+    key, assignment
+        As for :func:`moekit.route`; the key of each layer is ``fold_in(key, layer)``.
+    via, kernels
+        As for :func:`moekit.dispatch` and :func:`moekit.expert_forward`.
+    recompute
+        As for :func:`moekit.remat`.
+    mesh : DeviceMesh, optional
+        Axes (edp, ep).
+
+    Returns
+    -------
+    hidden : Float[Tensor, "b s d"]
+        After the last norm.
+    routings : list of Routing
+        One for each layer that has experts, t = b * s tokens each.
+
+    Raises
+    ------
+    ValueError
+        When a token id is out of range (on CUDA: a device assertion), the sequence is longer than the RoPE table, or
+        the biases do not fit.
+    """
+    _check_tokens(tokens, config.vocab_size)
+    if biases is not None and biases.shape != (config.n_moe_layers, config.n_experts):
+        raise ValueError(
+            f"forward needs biases ({config.n_moe_layers}, {config.n_experts}), got {tuple(biases.shape)}"
+        )
+    b, s = tokens.shape
+    x = F.embedding(tokens, local(params["embedding"]))
+    if "embedding_norm" in params.keys():
+        x = rms_norm(x * config.d_model**0.5, params["embedding_norm"], config.norm_eps)
+    rope = rope_table(s, config=config, like=x)
+    if sample_ids is None:
+        sample_ids = torch.arange(b, device=tokens.device)
+    token_ids = (sample_ids[:, None] * s + torch.arange(s, device=tokens.device)).flatten()
+    block = remat(transformer_block, recompute)
+    routings = []
+    for i in range(config.n_layers):
+        options: dict[str, Any] = {}
+        if config.is_moe(i):
+            options = dict(
+                bias=None if biases is None else biases[i - config.n_dense_layers],
+                key=None if key is None else fold_in(key, i),
+                assignment=assignment,
+                token_ids=token_ids,
+                via=via,
+                kernels=kernels,
+                mesh=None if mesh is None else mesh["ep"],
+            )
+        x, routing = block(
+            params["layers"][str(i)], x, config=config, rope=rope, documents=documents, **options
+        )
+        if routing is not None:
+            routings.append(routing)
+    return rms_norm(x, params["norm"], config.norm_eps), routings
+
+
+def head_weight(params: Params) -> Float[Tensor, "d v"]:
+    """Return the matrix that gives logits: the head, or the transposed embedding where they are tied."""
+    return local(params["head"]) if "head" in params.keys() else local(params["embedding"]).T
+
+
+def logits(params: Params, tokens: Int[Tensor, "b s"], **options: Any) -> Float[Tensor, "b s v"]:
+    """Return the logits of every position, float32 at least; for sampling and tests. Options as for :func:`forward`."""
+    hidden, _ = forward(params, tokens, **options)
+    return (hidden @ head_weight(params)).to(torch.promote_types(hidden.dtype, torch.float32))
+
+
+def next_token_loss(
+    params: Params, batch: Batch, *, config: ModelConfig, mesh: DeviceMesh | None = None, **options: Any
+) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+    """Return this call's share of the training loss of the global batch, and statistics that add up likewise.
+
+    The loss is the mean cross-entropy over targets plus the weighted auxiliary losses of ``config``, each divided by
+    totals of the global batch. So shares of ranks and micro-batches are only ever summed.
+
+    Pure and differentiable. Collective over ``mesh``.
+
+    Parameters
+    ----------
+    params : TensorDict
+        From :func:`moekit.init_params`.
+    batch : Batch
+        This rank's rows, with totals from :func:`moekit.count_tokens`.
+    config : ModelConfig
+        The model and the weights of its auxiliary losses.
+    mesh : DeviceMesh, optional
+        Axes (edp, ep).
+    **options
+        As for :func:`forward`.
+
+    Returns
+    -------
+    loss : Float[Tensor, ""]
+        In nats per token.
+    stats : dict of Tensor
+        ``cross_entropy``, ``load_balancing``, ``router_z``, ``head_z``: shares of the means, unweighted, summed over layers;
+        ``counts`` (l, E) int64: rows per expert of this call, padding left out.
+
+    Raises
+    ------
+    ValueError
+        When the batch has no totals, and as :func:`forward`.
+    """
+    if batch.n_targets is None or batch.n_tokens is None:
+        raise ValueError(
+            "next_token_loss needs the totals of the global batch; call moekit.count_tokens(batch, mesh=mesh) first"
+        )
+    hidden, routings = forward(
+        params,
+        batch.tokens,
+        config=config,
+        documents=batch.documents,
+        sample_ids=batch.sample_ids,
+        mesh=mesh,
+        **options,
+    )
+    at_least_fp32 = torch.promote_types(hidden.dtype, torch.float32)
+    weights = batch.mask.flatten().to(at_least_fp32) / batch.n_targets.clamp_min(1)
+    loss, ce, head_z = cross_entropy(
+        rearrange(hidden, "b s d -> (b s) d"),
+        head_weight(params),
+        batch.targets.flatten(),
+        weights,
+        z_weight=config.head_z_weight,
+    )
+
+    b, s = batch.tokens.shape
+    keep = (batch.documents >= 0).flatten()
+    documents = (batch.documents + torch.arange(b, device=keep.device)[:, None] * s).flatten()
+    balancing = router_z = ce.new_zeros(())
+    for routing in routings:
+        balancing = balancing + balance.load_balancing_loss(
+            routing,
+            population=config.balance_population,
+            documents=documents,
+            mask=keep,
+            n_tokens=batch.n_tokens,
+            mesh=mesh,
+        )
+        router_z = router_z + balance.router_z_loss(routing, mask=keep, n_tokens=batch.n_tokens)
+    counts = [balance.expert_counts(routing, mask=keep) for routing in routings]
+    stats = {
+        "cross_entropy": ce,
+        "load_balancing": balancing.detach(),
+        "router_z": router_z.detach(),
+        "head_z": head_z,
+        "counts": torch.stack(counts) if counts else keep.new_zeros(0, config.n_experts, dtype=torch.int64),
+    }
+    return loss + config.balance_weight * balancing + config.router_z_weight * router_z, stats
+
+
+def _check_tokens(tokens: Tensor, vocab_size: int) -> None:
+    if tokens.is_meta or not tokens.numel():
+        return
+    if tokens.device.type != "cpu":  # no host sync: the device checks
+        torch._assert_async(
+            ((tokens >= 0) & (tokens < vocab_size)).all(), f"token id outside [0, {vocab_size})"
+        )
+        return
+    low, high = tokens.aminmax()
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"forward needs token ids in [0, {vocab_size}), got [{int(low)}, {int(high)}]")

@@ -1,0 +1,150 @@
+"""The parameters of a model: their shapes, their first values, and a table of them."""
+
+import hashlib
+import math
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moekit.config import ModelConfig
+from moekit.mesh import from_shard, map_named, shard_of
+
+
+def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the global shape of every parameter by its dotted name. Matrices are (in, out): ``x @ w``."""
+    c, d = config, config.d_model
+    q, kv = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (c.vocab_size, d)}
+    if c.normalize_embedding:
+        shapes["embedding_norm"] = (d,)
+    for i in range(c.n_layers):
+        at = f"layers.{i}."
+        shapes |= {at + "attention.qkv": (d, q + 2 * kv), at + "attention.out": (q, d)}
+        if c.qk_norm == "head":
+            shapes |= {at + "attention.q_norm": (c.d_head,), at + "attention.k_norm": (c.d_head,)}
+        elif c.qk_norm == "full":
+            shapes |= {at + "attention.q_norm": (q,), at + "attention.k_norm": (kv,)}
+        for part in ("attention", "ffn"):
+            if c.norm in ("pre", "peri"):
+                shapes[f"{at}{part}_norm_in"] = (d,)
+            if c.norm in ("post", "peri"):
+                shapes[f"{at}{part}_norm_out"] = (d,)
+        if not c.is_moe(i):
+            shapes |= {at + "ffn.gate_up": (d, 2 * c.d_dense), at + "ffn.down": (c.d_dense, d)}
+            continue
+        shapes |= {
+            at + "moe.router": (d, c.n_experts),
+            at + "moe.experts.gate_up": (c.n_experts, d, 2 * c.d_expert),
+            at + "moe.experts.down": (c.n_experts, c.d_expert, d),
+        }
+        if c.d_shared:
+            shapes |= {
+                at + "moe.shared.gate_up": (d, 2 * c.d_shared),
+                at + "moe.shared.down": (c.d_shared, d),
+            }
+    shapes["norm"] = (d,)
+    if not c.tied_head:
+        shapes["head"] = (d, c.vocab_size)
+    return shapes
+
+
+def param_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype a parameter is kept in: routers are float32 at least, the rest is ``dtype``."""
+    return torch.promote_types(dtype, torch.float32) if name.endswith(".router") else dtype
+
+
+def init_params(
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    mesh: DeviceMesh | None = None,
+) -> TensorDict:
+    """Draw the parameters of a model: normal with ``config.init_std``, norms at one.
+
+    Slab i of a parameter (expert i, row i) is drawn in float32 on the CPU from hash(seed, name, i) alone. So the
+    values do not depend on mesh, device or dtype, and no rank materialises another rank's experts.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        The model.
+    seed : int
+        Any integer.
+    dtype : torch.dtype
+        Of every parameter but the routers, which are float32 at least.
+    device : str or torch.device, optional
+        Where to put them; by default the device of ``mesh``, else the CPU. ``"meta"`` draws nothing.
+    mesh : DeviceMesh, optional
+        Axes (edp, ep). Not collective beyond making the flattened mesh once.
+
+    Returns
+    -------
+    TensorDict
+        Nested by the parts of each dotted name; on a mesh the leaves are DTensors placed by
+        :func:`moekit.mesh.layout`.
+
+    Raises
+    ------
+    ValueError
+        When the ep axis does not divide ``n_experts``.
+    """
+    device = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
+    params = {}
+    for name, shape in param_shapes(config).items():
+        local, offset = shard_of(name, shape, mesh)
+        values = torch.empty(local, dtype=param_dtype(name, dtype), device=device)
+        if len(shape) == 1:  # every vector is the gain of an RMSNorm
+            values.fill_(1.0)
+        elif device.type != "meta":
+            for row in range(local[0]):
+                values[row] = draw_slab(seed, name, offset[0] + row, local[1:]).mul_(config.init_std)
+        params[tuple(name.split("."))] = from_shard(name, values, shape, mesh)
+    return TensorDict(params)
+
+
+def draw_slab(seed: int, name: str, index: int, shape: tuple[int, ...]) -> Tensor:
+    """Draw standard normals, float32 on the CPU, from hash(seed, name, index)."""
+    digest = hashlib.blake2b(f"{seed}/{name}/{index}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+    return torch.randn(shape, generator=generator)
+
+
+def describe(params: TensorDict) -> str:
+    """Tabulate name, global shape, dtype, placement and bytes on this rank of every leaf, with a total.
+
+    >>> print(describe(TensorDict({"norm": torch.ones(4)})))
+    name   shape  dtype    placement  bytes per rank
+    norm   (4,)   float32  -                      16
+    total                                         16
+    """
+    rows, total = [("name", "shape", "dtype", "placement", "bytes per rank")], 0
+
+    def add(name: str, leaf: Tensor) -> Tensor:
+        nonlocal total
+        held = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        n_bytes = math.prod(held.shape) * held.element_size()
+        total += n_bytes
+        where = "-"
+        if isinstance(leaf, DTensor):
+            axes = leaf.device_mesh.mesh_dim_names or ()
+            where = ", ".join(f"{axis}: {p}" for axis, p in zip(axes, leaf.placements, strict=True))
+        rows.append(
+            (name, str(tuple(leaf.shape)), str(leaf.dtype).removeprefix("torch."), where, f"{n_bytes:,}")
+        )
+        return leaf
+
+    map_named(add, params)
+    rows.append(("total", "", "", "", f"{total:,}"))
+    width = [max(len(row[i]) for row in rows) for i in range(5)]
+    return "\n".join(
+        "  ".join(
+            f"{cell:>{w}}" if i == 4 else f"{cell:<{w}}"
+            for i, (cell, w) in enumerate(zip(row, width, strict=True))
+        )
+        for row in rows
+    )

@@ -1,0 +1,251 @@
+"""Tools for testing functions that run on several ranks."""
+
+import faulthandler
+import functools
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+# What a forked rank would otherwise import itself; a name that is not installed is skipped by the server.
+_PRELOAD = (
+    *("torch", "sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.tensor"),
+    *("torch.fx.experimental.symbolic_shapes", "torch.distributed._functional_collectives", "tensordict"),
+    *("cloudpickle", "einops", "jaxtyping", "beartype", "pytest", "hypothesis"),
+)
+
+
+class ranks:
+    """Call a function on ``n`` gloo ranks and return what each of them returned.
+
+    Collective: every rank runs ``fn(*args, **kwargs)`` at once, with one thread, ``torch.manual_seed(0)`` and
+    a fresh default process group of ``n`` ranks. The ranks are processes of one pool that serves the whole
+    process: they are forked from a server that has torch imported (making an object of this class starts the
+    server, in the background), are kept for later calls, and die with the caller. Functions, arguments and
+    results travel by cloudpickle, so closures and lambdas work; a function of a module is imported by its
+    name, after the ``conftest`` that the caller has imported. What a call changes in its processes (module
+    attributes, environment) is there in the next call.
+
+    Parameters
+    ----------
+    n : int
+        Number of ranks.
+    timeout : float
+        Seconds after which ranks that have not answered are given up.
+    grace : float
+        Seconds the other ranks have to answer once one rank has failed.
+
+    Raises
+    ------
+    RuntimeError
+        Some rank raised, died, or did not answer in time; the message names the ranks and holds their
+        tracebacks, and for ranks without an answer the line they stood at. The pool is ended, and starts
+        afresh at the next call.
+
+    Examples
+    --------
+    >>> def total(x):
+    ...     torch.distributed.all_reduce(x)
+    ...     return x.item()
+    >>> with ranks(2) as run:
+    ...     run(total, torch.tensor(3.0))
+    [6.0, 6.0]
+    """
+
+    def __init__(self, n: int, *, timeout: float = 120.0, grace: float = 2.0):
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"ranks needs a number of ranks of at least 1, got {n!r}")
+        if not (timeout > 0 and grace > 0):
+            raise ValueError(f"ranks needs positive seconds, got timeout={timeout!r}, grace={grace!r}")
+        self.n, self.timeout, self.grace = n, timeout, grace
+        _pool().start_server()
+
+    def __enter__(self) -> "ranks":
+        return self
+
+    def __exit__(self, *error) -> None:
+        pass
+
+    def __call__(self, fn: Callable, *args, **kwargs) -> list:
+        """Return ``[fn(*args, **kwargs) of rank 0, of rank 1, ...]``."""
+        return _pool().run(cloudpickle.dumps((fn, args, kwargs)), self.n, self.timeout, self.grace)
+
+
+@functools.cache
+def _pool() -> "_Pool":
+    return _Pool()
+
+
+class _Pool:
+    """Workers that are all idle between two calls of `run`; any failure ends them all."""
+
+    def __init__(self):
+        self.context: Any = multiprocessing.get_context("forkserver")
+        self.workers: list[tuple[Any, Any, Any]] = []  # process, connection, its stack traces on request
+        self.folder = tempfile.TemporaryDirectory(prefix="moekit-ranks-")
+        self.lock, self.calls = threading.Lock(), 0
+
+    def start_server(self) -> None:
+        """Start the server that has everything imported; it does so in its own time."""
+        self.context.set_forkserver_preload(list(_PRELOAD))
+        multiprocessing.forkserver.ensure_running()
+
+    def grow(self, n: int) -> None:
+        self.start_server()
+        if not all(process.is_alive() for process, _, _ in self.workers):
+            self.kill()
+        main = sys.modules["__main__"]
+        try:
+            # A worker would run the caller's script again, to define what cloudpickle sends by value anyway.
+            sys.modules["__main__"] = types.ModuleType("__main__")
+            while len(self.workers) < n:
+                ours, theirs = self.context.Pipe()
+                stacks, stacks_out = self.context.Pipe(duplex=False)
+                process = self.context.Process(target=_ByValue(_work), args=(theirs, stacks_out), daemon=True)
+                process.start()
+                theirs.close()
+                stacks_out.close()
+                self.workers.append((process, ours, stacks))
+        finally:
+            sys.modules["__main__"] = main
+
+    def kill(self) -> None:
+        for process, *_ in self.workers:
+            process.kill()
+        for process, *connections in self.workers:
+            process.join()
+            for connection in connections:
+                connection.close()
+        self.workers = []
+
+    def run(self, call: bytes, n: int, timeout: float, grace: float) -> list:
+        with self.lock:
+            try:
+                return self._run(call, n, timeout, grace)
+            except BaseException:  # also KeyboardInterrupt: nobody knows what the ranks are doing
+                self.kill()
+                raise
+
+    def _run(self, call: bytes, n: int, timeout: float, grace: float) -> list:
+        self.grow(n)
+        self.calls += 1
+        store = os.path.join(self.folder.name, str(self.calls))
+        modules = [name for name in sys.modules if name.rpartition(".")[2] == "conftest"]
+        running, results, failed = {}, {}, {}
+        for rank, (process, connection, _) in enumerate(self.workers[:n]):
+            running[connection] = running[process.sentinel] = rank
+            try:
+                connection.send_bytes(
+                    pickle.dumps((rank, n, store, timeout, os.getcwd(), sys.path, modules, call))
+                )
+            except OSError:
+                pass  # it died; its sentinel says so below
+        limit = time.monotonic() + timeout
+        while len(results) + len(failed) < n and (left := limit - time.monotonic()) > 0:
+            # Connections first: a rank that answered and then died has answered.
+            for ready in sorted(wait(list(running), left), key=lambda one: isinstance(one, int)):
+                if (rank := running.get(ready)) is None:
+                    continue
+                process, connection, _ = self.workers[rank]
+                try:
+                    good, answer = pickle.loads(connection.recv_bytes())
+                    (results if good else failed)[rank] = answer
+                except (EOFError, OSError):
+                    process.join()
+                    # In front: the others may have failed because this one was gone.
+                    failed = {
+                        rank: f"the process ended with exit code {process.exitcode} and no answer\n",
+                        **failed,
+                    }
+                del running[connection], running[process.sentinel]
+                if len(failed) == 1 and rank in failed:
+                    limit = min(limit, time.monotonic() + grace)
+        if len(results) == n:
+            return [cloudpickle.loads(results[rank]) for rank in range(n)]
+        late = sorted(set(running.values()))
+        parts = [f"rank {rank} of {n} failed:\n{text}" for rank, text in failed.items()]
+        if late:
+            how = f"{grace:g} s after that" if failed else f"within {timeout:g} s"
+            parts.append(f"ranks {late} of {n} did not answer {how} and were killed; they stood at:")
+            parts += [f"rank {rank}:\n{_stacks(*self.workers[rank])}" for rank in late]
+        raise RuntimeError("\n".join(parts))
+
+
+def _stacks(process, _, stacks) -> str:
+    """Return where each thread of a worker stands."""
+    os.kill(process.pid, signal.SIGUSR1)
+    text = b""
+    while stacks.poll(0.3) and (piece := os.read(stacks.fileno(), 1 << 16)):
+        text += piece
+    return text.decode(errors="replace") or "(unknown)\n"
+
+
+class _ByValue:
+    """A function that is pickled without its module, so that unpickling it does not import moekit.
+
+    A rank imports moekit as the caller did: after the caller's conftest, which may have hooks for imports.
+    """
+
+    def __init__(self, fn: Callable):
+        self.fn = fn
+
+    def __reduce__(self):
+        module = sys.modules[__name__]
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            return cloudpickle.loads, (cloudpickle.dumps(self.fn),)
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _work(connection, stacks) -> None:
+    """Answer calls until the caller is gone."""
+
+    def die_with_caller():
+        multiprocessing.process.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=die_with_caller, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
+    faulthandler.register(signal.SIGUSR1, file=stacks.fileno())
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve to nothing
+    while True:
+        try:
+            rank, n, store, timeout, folder, sys.path[:], modules, call = pickle.loads(
+                connection.recv_bytes()
+            )
+        except (EOFError, OSError):
+            return
+        try:
+            # The group of the call before lives until here, when every rank of it has answered.
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            seconds = timedelta(seconds=timeout)
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, n), rank=rank, world_size=n, timeout=seconds
+            )
+            torch.manual_seed(0)
+            os.chdir(folder)
+            for name in modules:
+                __import__(name)
+            fn, args, kwargs = pickle.loads(call)
+            answer = True, cloudpickle.dumps(fn(*args, **kwargs))
+        except BaseException:
+            answer = False, traceback.format_exc()
+        connection.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,31 @@
+"""Shape checks in every process, GPU tests skipped without a GPU, one profile for hypothesis."""
+
+import os
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+STARTUP = str(TESTS / "startup")
+
+# The ranks of moekit.testing and the recipes run in processes of their own, which see neither this file nor
+# pytest's options. They do import the sitecustomize module found on PYTHONPATH, before they import moekit.
+sys.path.insert(0, STARTUP)
+os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (STARTUP, os.environ.get("PYTHONPATH")) if p)
+import checked_shapes  # noqa: F401
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("suite", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items):
+    """Mark what lies in tests/gpu with ``gpu``, and skip it where there is no CUDA device."""
+    no_cuda = pytest.mark.skip(reason="no CUDA device here: torch.cuda.is_available() is False")
+    for item in items:
+        if TESTS / "gpu" in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(no_cuda)

@@ -1,0 +1,220 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, init_device_mesh
+
+import moekit.testing
+from moekit.testing import ranks
+
+
+def rank_and_sum():
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads(), total
+
+
+def pid():
+    return os.getpid()
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_every_rank_answers_in_order(n):
+    answers = ranks(n)(rank_and_sum)
+    assert [(r, size, threads) for r, size, threads, _ in answers] == [(r, n, 1) for r in range(n)]
+    assert all(total.equal(torch.tensor([n * (n + 1) / 2])) for *_, total in answers)
+
+
+def test_closures_lambdas_arguments_and_keywords_reach_the_ranks():
+    shift = torch.arange(3.0)
+    with ranks(2) as run:
+        assert [
+            x.tolist() for x in run(lambda x, *, factor: x * factor + shift, torch.ones(3), factor=2)
+        ] == [[2.0, 3.0, 4.0]] * 2
+        assert run(dist.get_rank) == [0, 1]
+
+
+def test_any_value_comes_back():
+    def fn():
+        x = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
+        return {"graph": x * 2, "leaf": x, "view": torch.arange(6).view(2, 3).T, "fn": lambda y: y + 1}
+
+    for answer in ranks(2)(fn):
+        assert answer["graph"].tolist() == [2, 2] and answer["leaf"].requires_grad
+        assert answer["view"].tolist() == [[0, 3], [1, 4], [2, 5]] and answer["fn"](1) == 2
+
+
+def test_the_same_processes_serve_later_calls():
+    assert ranks(2)(pid) == ranks(4)(pid)[:2] == ranks(2)(pid)
+
+
+def test_random_numbers_do_not_depend_on_earlier_calls():
+    first = ranks(2)(torch.rand, 3)
+    assert ranks(2)(torch.rand, 3)[1].equal(first[0])
+
+
+def test_four_ranks_start_and_answer_within_a_second():
+    ranks(1)(pid)  # the server has everything imported from here on
+    moekit.testing._pool().kill()
+    start = time.perf_counter()
+    ranks(4)(pid)
+    assert time.perf_counter() - start < 1
+
+
+def test_meshes_of_one_call_do_not_leak_into_the_next():
+    def total(shape, flatten):
+        names = ("a", "b")[: len(shape)]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        if flatten:
+            mesh = mesh._flatten("dp")
+        x = DTensor.from_local(torch.full((2,), dist.get_rank() + 1.0), mesh, [Partial()] * mesh.ndim)
+        return x.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
+
+    for n, shape, flatten in [
+        (4, (2, 2), True),
+        (4, (4,), False),
+        (2, (2,), False),
+        (4, (2, 2), True),
+    ] * 2 + [
+        (4, (2, 2), False),
+        (4, (4, 1), True),
+        (4, (2, 2), True),
+    ]:
+        for x in ranks(n)(total, shape, flatten):
+            assert x.tolist() == [n * (n + 1) / 2] * 2
+
+
+def test_an_exception_names_its_rank_and_the_pool_recovers():
+    def fn():
+        if dist.get_rank() == 1:
+            raise KeyError("the needle")
+
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2 failed.*in fn.*the needle"):
+        ranks(2)(fn)
+    assert ranks(2)(dist.get_rank) == [0, 1]
+
+
+def test_all_exceptions_are_reported():
+    def fn():
+        raise ValueError(f"needle {dist.get_rank()}")
+
+    with pytest.raises(RuntimeError) as error:
+        ranks(3)(fn)
+    assert all(f"rank {r} of 3" in str(error.value) and f"needle {r}" in str(error.value) for r in range(3))
+
+
+def test_a_failed_rank_does_not_leave_the_others_waiting_in_a_collective():
+    def fn():
+        if dist.get_rank() == 2:
+            raise ValueError("the needle")
+        dist.all_reduce(torch.ones(1))
+
+    start = time.perf_counter()
+    with pytest.raises(
+        RuntimeError, match=r"(?s)rank 2 of 4 failed.*needle.*ranks \[0, 1, 3\] of 4.*all_reduce"
+    ):
+        ranks(4, grace=0.5)(fn)
+    assert time.perf_counter() - start < 10
+    assert ranks(4)(dist.get_rank) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["others wait", "others answer"])
+@pytest.mark.parametrize(
+    ("die", "code"), [(lambda: os._exit(7), 7), (lambda: os.kill(os.getpid(), signal.SIGKILL), -9)]
+)
+def test_a_dead_rank_is_named(die, code, wait):
+    def fn():
+        if dist.get_rank() == 1:
+            die()
+        if wait:
+            dist.barrier()
+
+    with pytest.raises(RuntimeError, match=f"^rank 1 of 3 failed:\nthe process ended with exit code {code}"):
+        ranks(3, grace=0.5)(fn)
+    assert ranks(3)(dist.get_rank) == [0, 1, 2]
+
+
+def test_a_worker_that_died_between_calls_is_replaced():
+    pids = ranks(2)(pid)
+    os.kill(pids[1], signal.SIGKILL)
+    moekit.testing._pool().workers[1][0].join()
+    assert not set(ranks(2)(pid)) & set(pids)
+
+
+def test_ranks_that_hang_are_named_with_the_place_they_hang_at():
+    def stuck():
+        if dist.get_rank() != 1:
+            time.sleep(60)
+
+    with pytest.raises(RuntimeError, match=r"(?s)ranks \[0, 2\] of 3 did not answer within 0.5 s.*in stuck"):
+        ranks(3, timeout=0.5)(stuck)
+    assert ranks(3)(dist.get_rank) == [0, 1, 2]
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank():
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0 of 1 failed.*pickle"):
+        ranks(1)(lambda: (i for i in range(3)))
+
+
+@pytest.mark.parametrize("n", [0, -1, 2.0, True, "4"])
+def test_a_wrong_number_of_ranks_is_refused(n):
+    with pytest.raises(ValueError, match="number of ranks of at least 1, got"):
+        ranks(n)
+
+
+@pytest.mark.parametrize("seconds", [{"timeout": 0}, {"grace": -1.0}])
+def test_seconds_must_be_positive(seconds):
+    with pytest.raises(ValueError, match="positive seconds"):
+        ranks(1, **seconds)
+
+
+def script(tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return [sys.executable, str(path)]
+
+
+def test_a_script_without_a_main_guard_may_use_ranks(tmp_path):
+    text = """
+        import torch
+        from moekit.testing import ranks
+        x = torch.ones(3, requires_grad=True)
+        (x * x).sum().backward()
+        def fn():
+            (x * x).sum().backward()
+            return x.grad.tolist()
+        print(ranks(2)(fn))
+    """
+    done = subprocess.run(script(tmp_path, text), capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]\n", done.stderr
+
+
+def test_ranks_die_with_their_caller_even_in_the_middle_of_a_call(tmp_path):
+    text = """
+        import os, time
+        from moekit.testing import ranks
+        print(*ranks(2)(os.getpid), flush=True)
+        ranks(2)(time.sleep, 600)
+    """
+    caller = subprocess.Popen(script(tmp_path, text), stdout=subprocess.PIPE, text=True)
+    pids = [int(word) for word in caller.stdout.readline().split()]
+    assert len(pids) == 2 and all(os.path.exists(f"/proc/{p}") for p in pids)
+    time.sleep(0.3)
+    caller.kill()
+    caller.wait()
+    limit = time.monotonic() + 10
+    while (alive := [p for p in pids if os.path.exists(f"/proc/{p}")]) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not alive
+
+
+def test_importing_moekit_testing_starts_nothing():
+    text = "import moekit.testing, multiprocessing.forkserver as f; print(f._forkserver._forkserver_pid)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "None\n", done.stderr
