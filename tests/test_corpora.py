@@ -85,7 +85,7 @@ def test_the_standard_library_is_megabytes_of_text_in_a_fixed_order(library):
     assert sum(map(len, library.values())) > 5e6
     assert "class JSONDecoder" in library["json/decoder.py"]
     assert library["pydoc_data/topics/for"].startswith('The "for" statement')
-    assert not any("site-packages" in name or "test/" in name for name in library)
+    assert {"site-packages", "test", "tests"}.isdisjoint(part for name in library for part in name.split("/"))
 
 
 def test_a_file_stays_on_its_side_of_the_split_whatever_else_there_is(library):
@@ -95,15 +95,11 @@ def test_a_file_stays_on_its_side_of_the_split_whatever_else_there_is(library):
     some = dict(list(reversed(library.items()))[::2])
     assert split_files(some)[1].keys() == held_out.keys() & some.keys()
     assert split_files(library, held_out=0.3)[1].keys() > held_out.keys()
-    assert {
-        name for name in "abcdefghijklmnop" if name in split_files(dict.fromkeys("abcdefghijklmnop"))[1]
-    } == {
-        "d",
-    }
+    assert list(split_files(dict.fromkeys("abcdefghijklmnop"))[1]) == ["d", "j", "p"]  # on every machine
 
 
 def test_a_split_with_an_empty_side_is_refused():
-    with pytest.raises(ValueError, match="got 1 and 0 of 1 at held_out=0.1"):
+    with pytest.raises(ValueError, match=r"got 1 and 0 of 1 at held_out=0.1"):
         split_files({"a": "text"})
 
 
@@ -117,7 +113,7 @@ def test_a_folder_is_read_in_order_without_hidden_files(tmp_path):
 
 
 def test_folders_without_text_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="text_files needs a file, or a folder.*no such path.*none"):
+    with pytest.raises(ValueError, match=r"text_files needs a file, or a folder.*no such path.*none"):
         text_files(tmp_path / "none")
     with pytest.raises(ValueError, match="got a folder without any that match"):
         text_files(tmp_path)
@@ -151,7 +147,7 @@ def test_npy_files_of_another_dtype_are_refused(tmp_path, dtype):
 
 def test_broken_token_files_are_refused(tmp_path):
     np.save(tmp_path / "a.npy", np.arange(8, dtype=np.uint16))
-    with pytest.raises(ValueError, match="needs one dimension of uint32, got uint16"):
+    with pytest.raises(ValueError, match=r"needs one dimension of uint32, got uint16"):
         token_files(tmp_path, dtype="uint32")
     np.save(tmp_path / "a.npy", np.zeros((2, 2), np.uint16))
     with pytest.raises(ValueError, match=r"got uint16 \(2, 2\)"):
