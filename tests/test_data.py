@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import moekit as mk
 from moekit.corpora import corpus_of_tokens
@@ -150,7 +150,9 @@ def test_any_number_of_ranks_yields_the_same_global_batches(n_tokens, per_rank, 
         assert_equal(joined([part[step] for part in parts]), joined([batch]))
 
 
-@settings(max_examples=25)
+@settings(max_examples=8)  # each loader ends a thread, which takes 0.1 s
+@example(3, 1, 4, False)
+@example(5, 4, 2, False)
 @given(st.integers(0, 12), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_resume_continues_with_the_exact_next_sample_on_any_number_of_ranks(step, before, after, pad):
     samples = pack(numbered(90), 5, pad=pad)  # 18 samples and more: twelve steps of 8 span epochs
@@ -283,4 +285,5 @@ def test_a_slow_thread_of_before_does_not_move_the_loader_after_it():
     loader.load_state_dict(state)
     old.next()  # as a thread would that has not stopped yet
     assert loader.state_dict() == state
-    assert next(loader).sample_ids.tolist() == sample_order(18, seed=0, epoch=0)[4:8].tolist()
+    ids = joined(take(loader, 4))["sample_ids"]  # more than are made ahead
+    assert torch.equal(ids[:14], torch.from_numpy(sample_order(18, seed=0, epoch=0)[4:]))
