@@ -63,7 +63,7 @@ class ModelConfig:
                 raise ValueError(f"ModelConfig needs {name} >= 1, got {getattr(self, name)}")
         if not 0 <= self.n_dense_layers <= self.n_layers:
             raise ValueError(
-                f"ModelConfig needs 0 <= n_dense_layers <= n_layers, got {self.n_dense_layers} of {self.n_layers}"
+                f"ModelConfig needs 0 <= n_dense_layers <= n_layers, got {self.n_dense_layers}, {self.n_layers}"
             )
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
