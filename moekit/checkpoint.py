@@ -100,7 +100,7 @@ def save(path: str | os.PathLike, tree: Tree, *, config: Any = None, mesh: Devic
         index = _dcp(
             dcp.save,
             _tensors(tree, None),
-            storage_writer=dcp.FileSystemWriter(partial, sync_files=True),
+            storage_writer=_Writer(partial, sync_files=True),
             planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
             no_dist=mesh is None,
         )
@@ -300,6 +300,16 @@ def _dcp(call: Callable, tensors: dict[str, Tensor], **options: Any) -> Any:
         kind = OSError if any(isinstance(fault, OSError) for fault in faults.values()) else ValueError
         text = "\n".join(f"rank {rank}: {fault!r}" for rank, fault in faults.items())
         raise kind(f"the {call.__name__} of a checkpoint failed:\n{text}") from error
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer, saying why a write failed: torch.save may hide a full disk behind its own error."""
+
+    def write_data(self, plan, planner):
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def _map(visit: Callable[[str, Any], Any], tree: Tree, prefix: str = "") -> Tree:

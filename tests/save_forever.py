@@ -2,8 +2,8 @@
 
 python tests/save_forever.py FOLDER RANKS
 
-Prints the process id of each start. A start continues from the newest checkpoint, whose every bit it checks, and appends
-the number of each save that has returned to FOLDER/returned.
+Prints the process id of each start. A start continues from the newest checkpoint, whose every bit it checks,
+and appends the number of each save that has returned to FOLDER/returned.
 """
 
 import os

@@ -67,7 +67,7 @@ def same(a, b):
 
 
 def refused(match, path, tree, **options):
-    """Assert that a load is a ValueError which says ``match`` and leaves ``tree`` as it was; return what it says."""
+    """Assert that a load is a ValueError that says ``match`` and leaves ``tree`` alone; return the text."""
     before = {name: leaf.clone() for name, leaf in tensors(tree).items()}
     with pytest.raises(ValueError, match=match) as caught:
         load(path, tree, **options)
@@ -168,16 +168,15 @@ def test_every_missing_unused_and_misshapen_name_is_listed(saved):
     tree["rng"] = [1]
     text = refused("does not fit the tree", saved, tree)
     lines = text.splitlines()[1:]
-    assert [line.partition(": ")[0] for line in lines if "missing in the checkpoint" in line] == [
-        "params.head",
-        "rng",
-    ]
-    unused = ["params.layers.0.w", "bias.0", "bias.empty", "bias.mask"]
-    assert [line.partition(": ")[0] for line in lines if "unused" in line] == unused
-    assert (
-        "params.layers.1.w: a float32 tensor of shape [3, 4] in the checkpoint, a float32 tensor of shape [4, 3]"
-        in text
+    missing, unused = (
+        [line.partition(": ")[0] for line in lines if kind in line] for kind in ("missing in", "unused")
     )
+    assert missing == ["params.head", "rng"]
+    assert unused == ["params.layers.0.w", "bias.0", "bias.empty", "bias.mask"]
+    shapes = (
+        "a float32 tensor of shape [3, 4] in the checkpoint, a float32 tensor of shape [4, 3] in the tree"
+    )
+    assert f"params.layers.1.w: {shapes}" in lines
     assert "step: a value in the checkpoint, a int64 tensor of shape [] in the tree" in text
     assert len(lines) == 8
 
@@ -243,7 +242,7 @@ def test_a_flip_of_any_byte_of_the_manifest_is_seen(tmp_path):
     for place in range(len(whole)):
         flipped = bytes([whole[place] ^ 1 << place % 8])
         (tmp_path / "a" / "manifest.json").write_bytes(whole[:place] + flipped + whole[place + 1 :])
-        with pytest.raises(ValueError, match="damaged|is no checkpoint|format version"):
+        with pytest.raises(ValueError, match=r"damaged|is no checkpoint|format version"):
             read_manifest(tmp_path / "a")
 
 
@@ -265,9 +264,9 @@ def test_what_a_checkpoint_cannot_hold_is_refused_before_a_file_is_made(tmp_path
 
 
 def test_names_are_strings_and_unique(tmp_path):
-    with pytest.raises(TypeError, match="names that are strings, got 0 in 'layers.'"):
+    with pytest.raises(TypeError, match=r"names that are strings, got 0 in .layers\.."):
         save(tmp_path / "a", {"layers": {0: torch.zeros(2)}})
-    with pytest.raises(ValueError, match="a.b: there twice"):
+    with pytest.raises(ValueError, match=r"a\.b: there twice"):
         save(tmp_path / "a", {"a.b": torch.zeros(2), "a": {"b": torch.ones(2)}})
     assert not list(tmp_path.iterdir())
 
@@ -392,7 +391,7 @@ def check_saves(folder: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_after_kills_the_newest_checkpoint_is_whole(tmp_path, ranks):
-    kill_saves(tmp_path, ranks, n_kills=3)
+    assert kill_saves(tmp_path, ranks, n_kills=3) >= 1
     save(tmp_path / "step-999999", save_forever.state(1))
     assert not list(tmp_path.glob(".*"))
 
