@@ -1,6 +1,7 @@
 """Move tokens to the ranks that hold their experts, and back.
 
-A transport is a pair of functions; ``"local"`` and ``"all_to_all"`` are defined here, and a stranger's can be passed.
+A transport is a pair of functions; ``"local"`` and ``"all_to_all"`` are defined here, and a stranger's can be
+passed.
 """
 
 from collections.abc import Callable
@@ -21,10 +22,12 @@ from moekit._route import Routing
 class Transport(NamedTuple):
     """How rows travel: two functions, differentiable in the tokens, the rows and the weights.
 
-    ``dispatch(x, routing, mesh) -> (rows, offsets, plan)``: rows (r, d) in the order (expert, source rank, token) of
-    this rank's experts, int32 group end offsets (e,), and anything that the way back needs.
-    ``combine(rows, weights, plan, mesh) -> (t, d)``: each token's k rows come home and are summed with ``weights`` (t, k).
-    ``mesh`` is the one-axis expert-parallel mesh, or ``None`` for one process. See :func:`moekit.testing.check_transport`.
+    ``dispatch(x, routing, mesh) -> (rows, offsets, plan)``: rows (r, d) in the order (expert, source rank,
+    token) of this rank's experts, int32 group end offsets (e,), and anything that the way back needs.
+    ``combine(rows, weights, plan, mesh) -> (t, d)``: each token's k rows come home and are summed with
+    ``weights`` (t, k).
+    ``mesh`` is the one-axis expert-parallel mesh, or ``None`` for one process. See
+    :func:`moekit.testing.check_transport`.
     """
 
     dispatch: Callable[[Tensor, Routing, DeviceMesh | None], tuple[Tensor, Tensor, Any]]
@@ -33,7 +36,7 @@ class Transport(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatched:
-    """Rows for the experts of this rank, in expert order, and what :func:`combine` needs to bring them home."""
+    """Rows for the experts of this rank, in expert order, and what brings them home."""
 
     rows: Float[Tensor, "r d"]
     offsets: Int[Tensor, " e"]  # int32: where each expert's rows end
@@ -64,8 +67,8 @@ def dispatch(
     routing : Routing
         From :func:`moekit.route`. Rank i of ``mesh`` holds experts [i * e, (i + 1) * e).
     via : {"local", "all_to_all"} or Transport, optional
-        By default ``"local"`` on one rank, else ``"all_to_all"``, which works on any backend and reads the row counts
-        on the host.
+        By default ``"local"`` on one rank, else ``"all_to_all"``, which works on any backend and reads the
+        row counts on the host.
     mesh : DeviceMesh, optional
         The one-axis expert-parallel mesh, ``mesh["ep"]``.
 
@@ -93,7 +96,7 @@ def dispatch(
         )
     if len(x) != len(routing.expert_ids):
         raise ValueError(
-            f"dispatch needs one routing per token, got {len(x)} tokens and {len(routing.expert_ids)} routings"
+            f"dispatch needs a routing per token, got {len(x)} tokens and {len(routing.expert_ids)} routings"
         )
     transport = _transport(via, size)
     rows, offsets, plan = transport.dispatch(x, routing, mesh)
@@ -105,8 +108,8 @@ def dispatch(
 def combine(rows: Float[Tensor, "r d"], dispatched: Dispatched) -> Float[Tensor, "t d"]:
     """Bring the experts' outputs home and sum each token's k rows with its routing weights.
 
-    Pure and differentiable in ``rows`` and the weights. Collective over the mesh of the dispatch. The sum is taken in
-    float32 at least and returned in the dtype of ``rows``.
+    Pure and differentiable in ``rows`` and the weights. Collective over the mesh of the dispatch. The sum is
+    taken in float32 at least and returned in the dtype of ``rows``.
 
     Raises
     ------
@@ -213,5 +216,5 @@ class _Gather(torch.autograd.Function):
 def gather(
     x: Float[Tensor, "n d"], index: Int[Tensor, " m"], uses: Int[Tensor, "n c"]
 ) -> Float[Tensor, "m d"]:
-    """Return ``x[index]``, given where each row of ``x`` is used: ``index[uses[i, j]] == i``, ``m == n * c``."""
+    """Return ``x[index]``, given where each row of ``x`` is used: ``index[uses[i, j]] == i``."""
     return _Gather.apply(x, index, uses)

@@ -29,8 +29,8 @@ def expert_forward(
     Parameters
     ----------
     experts : TensorDict
-        ``gate_up`` (E, d, 2h), gate in the first half of its last dim, and ``down`` (E, h, d); plain with E = e, or
-        DTensors sharded on their first dim.
+        ``gate_up`` (E, d, 2h), gate in the first half of its last dim, and ``down`` (E, h, d); plain with E =
+        e, or DTensors sharded on their first dim.
     rows : Float[Tensor, "r d"]
         In expert order. Rows beyond the last offset are undefined and never read; so are those of the result.
     offsets : Int[Tensor, " e"]
@@ -38,8 +38,9 @@ def expert_forward(
     activation : {"swiglu"}
         Between the two GEMMs.
     kernels : {"auto", "torch", "loop"}
-        ``"torch"`` is ``torch.nn.functional.grouped_mm``; ``"loop"`` the plain loop over experts that defines the
-        result, which reads the offsets on the host. ``"auto"`` is ``"torch"``, but for float64, which only the loop has.
+        ``"torch"`` is ``torch.nn.functional.grouped_mm``; ``"loop"`` the plain loop over experts that defines
+        the result, which reads the offsets on the host. ``"auto"`` is ``"torch"``, but for float64, which
+        only the loop has.
 
     Returns
     -------
@@ -62,7 +63,7 @@ def expert_forward(
         )
     if not rows.dtype == gate_up.dtype == down.dtype:
         raise ValueError(
-            f"expert_forward needs one dtype, got rows {rows.dtype}, gate_up {gate_up.dtype}, down {down.dtype}"
+            f"expert_forward needs one dtype, got {rows.dtype}, {gate_up.dtype} and {down.dtype}"
         )
     if kernels == "auto":
         kernels = "loop" if rows.dtype == torch.float64 else "torch"

@@ -17,8 +17,8 @@ def cross_entropy(
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]:
     """Return the weighted sums of cross-entropy plus z-loss, and of each alone, never holding all logits.
 
-    Pure, differentiable in ``hidden`` and ``head`` through the first result. The gradient of each chunk is taken while
-    its logits exist, so the backward recomputes nothing.
+    Pure, differentiable in ``hidden`` and ``head`` through the first result. The gradient of each chunk is
+    taken while its logits exist, so the backward recomputes nothing.
 
     Parameters
     ----------

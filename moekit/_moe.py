@@ -31,8 +31,8 @@ def moe(
     Parameters
     ----------
     params : TensorDict
-        ``router`` (d, E), ``experts`` (see :func:`moekit.expert_forward`) and optionally ``shared`` with ``gate_up``
-        (d, 2h) and ``down`` (h, d), which every token passes.
+        ``router`` (d, E), ``experts`` (see :func:`moekit.expert_forward`) and optionally ``shared`` with
+        ``gate_up`` (d, 2h) and ``down`` (h, d), which every token passes.
     x : Float[Tensor, "t d"]
         Tokens of this rank.
     top_k, **route_options

@@ -1,6 +1,7 @@
 """Random numbers that are a function of a key and an index: the same on every rank and layout.
 
-A key is an int64 device tensor; there is no generator and no hidden state, so recomputation draws the same numbers.
+A key is an int64 device tensor; there is no generator and no hidden state, so recomputation draws the same
+numbers.
 """
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Scramble int64 values (the finaliser of SplitMix64, Steele et al. 2014); shifts are made logical by masks."""
+    """Scramble int64 values: the finaliser of SplitMix64 (Steele et al. 2014), its shifts made logical."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return x ^ ((x >> 31) & 0x1FFFFFFFF)

@@ -19,8 +19,8 @@ Assignment = Literal["top_k", "random", "uniform"]
 class Routing:
     """Which experts each token goes to. Floats are float32, or float64 in a float64 model.
 
-    ``weights`` multiply the experts' outputs; ``scores`` are every expert's score before the choice; ``counts`` are
-    rows per expert of the whole model, padding included.
+    ``weights`` multiply the experts' outputs; ``scores`` are every expert's score before the choice;
+    ``counts`` are rows per expert of the whole model, padding included.
     """
 
     weights: Float[Tensor, "t k"]
@@ -62,7 +62,8 @@ def route(
     router : Float[Tensor, "d E"]
         Plain, or a DTensor replicated over the ranks that share a batch.
     x : Float[Tensor, "t d"]
-        Tokens of this rank; ``t`` may be 0. Logits are computed in float32 at least, whatever the dtype of ``x``.
+        Tokens of this rank; ``t`` may be 0. Logits are computed in float32 at least, whatever the dtype of
+        ``x``.
     top_k : int
         Experts per token, in [1, E].
     score : {"softmax", "sigmoid"}
@@ -74,12 +75,12 @@ def route(
     bias : Float[Tensor, " E"], optional
         Added to the scores for the choice alone; it never enters the weights. float32 at least.
     n_groups, top_groups : int
-        Experts form ``n_groups`` groups of neighbours; a token uses the ``top_groups`` whose two best biased scores
-        have the largest sum.
+        Experts form ``n_groups`` groups of neighbours; a token uses the ``top_groups`` whose two best biased
+        scores have the largest sum.
     assignment : {"top_k", "random", "uniform"}
-        ``"random"``: k experts drawn for each token from ``key`` and its id, without replacement. ``"uniform"``: token
-        i takes the k experts after a start that moves by k with i, so loads are equal to within one. Weights are the
-        chosen experts' scores in all three.
+        ``"random"``: k experts drawn for each token from ``key`` and its id, without replacement.
+        ``"uniform"``: token i takes the k experts after a start that moves by k with i, so loads are equal to
+        within one. Weights are the chosen experts' scores in all three.
     key : Int[Tensor, ""], optional
         Needed by ``"random"`` and ``"uniform"``; see :func:`moekit.make_key` and :func:`moekit.fold_in`.
     token_ids : Int[Tensor, " t"], optional
@@ -163,7 +164,8 @@ def _check_groups(n_experts: int, n_groups: int, top_groups: int, top_k: int) ->
         )
     if top_k > n_experts // n_groups * top_groups:
         raise ValueError(
-            f"route needs top_k experts in top_groups groups of {n_experts // n_groups}, got {top_k=}, {top_groups=}"
+            f"route needs top_k experts in top_groups groups of {n_experts // n_groups}, "
+            f"got {top_k=}, {top_groups=}"
         )
 
 

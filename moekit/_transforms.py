@@ -22,8 +22,8 @@ OnGrad = Callable[[str, Tensor], Tensor | None]
 def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
     """Return a function that gives a loss and its gradients.
 
-    The gradients are those of a sum of shares: on a mesh they are DTensors whose placements say what is still to be
-    summed (``Partial``). Nothing is written to ``.grad`` of the caller's parameters.
+    The gradients are those of a sum of shares: on a mesh they are DTensors whose placements say what is still
+    to be summed (``Partial``). Nothing is written to ``.grad`` of the caller's parameters.
 
     Parameters
     ----------
@@ -36,9 +36,10 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
     Returns
     -------
     callable
-        ``run(params, *args, on_grad=None, **kwargs) -> (loss, grads)`` or ``((loss, aux), grads)``, grads a TensorDict
-        like ``params``. ``on_grad(name, grad)`` runs *during* backward, once a parameter's gradient is complete; what
-        it returns takes the gradient's place in ``grads``, and ``None`` leaves it out.
+        ``run(params, *args, on_grad=None, **kwargs) -> (loss, grads)`` or ``((loss, aux), grads)``, grads a
+        TensorDict like ``params``. ``on_grad(name, grad)`` runs *during* backward, once a parameter's
+        gradient is complete; what it returns takes the gradient's place in ``grads``, and ``None`` leaves it
+        out.
 
     Raises
     ------
@@ -71,7 +72,7 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
             torch.autograd.backward(loss, inputs=list(leaves.values()))
         if missing := [name for name in leaves if name not in grads]:
             raise ValueError(
-                f"value_and_grad needs every parameter to enter the loss, no gradient reached {', '.join(missing)}"
+                f"value_and_grad needs every parameter in the loss, no gradient reached {', '.join(missing)}"
             )
         tree = TensorDict({tuple(n.split(".")): grads[n] for n in leaves if grads[n] is not None})
         loss = loss.detach()
@@ -85,8 +86,8 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
 def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None = None) -> Callable:
     """Return a function that runs ``grad_fn`` on ``n_microbatches`` slices of its batch and sums what comes.
 
-    Losses are shares of the global batch's, so nothing is divided. Gradients are added during backward to float32
-    buffers (float64 for float64), so a micro-batch's own gradients never all exist at once.
+    Losses are shares of the global batch's, so nothing is divided. Gradients are added during backward to
+    float32 buffers (float64 for float64), so a micro-batch's own gradients never all exist at once.
 
     Parameters
     ----------
@@ -101,8 +102,8 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
     Returns
     -------
     callable
-        ``run(params, batch, into=None, **kwargs)``, of the shape of ``grad_fn``. ``into`` is a TensorDict of buffers
-        that the caller owns, as an earlier call returned it; it is overwritten and returned.
+        ``run(params, batch, into=None, **kwargs)``, of the shape of ``grad_fn``. ``into`` is a TensorDict of
+        buffers that the caller owns, as an earlier call returned it; it is overwritten and returned.
 
     Raises
     ------
@@ -178,7 +179,10 @@ def data_parallel(grad_fn: Callable, *, mesh: DeviceMesh | None = None) -> Calla
 
 
 def sum_over_ranks(tree: Any, *, mesh: DeviceMesh | None = None) -> Any:
-    """Return the tree of tensors summed over the ranks that share a batch: shares become the whole. Collective."""
+    """Return the tensors of a tree summed over the ranks that share a batch: shares become the whole.
+
+    Collective: one all-reduce per dtype.
+    """
     if mesh is None:
         return tree
     leaves, spec = tree_flatten(tree)
@@ -211,8 +215,8 @@ def remat(block: Callable, recompute: str | Iterable[str] = "block") -> Callable
     Raises
     ------
     ValueError
-        For a string that is neither ``"none"`` nor ``"block"``, and, when called, for a name that no part of the block
-        has.
+        For a string that is neither ``"none"`` nor ``"block"``, and, when called, for a name that no part of
+        the block has.
 
     References
     ----------

@@ -1,7 +1,7 @@
 """Balancing: losses over a named population of tokens, and the next balancing bias.
 
-Each loss is a *share*: the sum over micro-batches and ranks of what is returned is the loss of the global batch. All are
-functions of a :class:`moekit.Routing`.
+Each loss is a *share*: the sum over micro-batches and ranks of what is returned is the loss of the global
+batch. All are functions of a :class:`moekit.Routing`.
 """
 
 from typing import Literal
@@ -27,24 +27,25 @@ def load_balancing_loss(
     n_tokens: int | Int[Tensor, ""] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Float[Tensor, ""]:
-    r"""Return this call's share of the load-balancing loss, :math:`E \sum_i f_i P_i` averaged over the tokens.
+    r"""Return this call's share of the load-balancing loss :math:`E \sum_i f_i P_i`.
 
-    :math:`f_i` is the part of a population's routes that expert i takes (so they sum to one), and :math:`P_i` the mean over the
-    population of i's score as a part of all scores. The loss is 1 when balanced. Populations weigh as their tokens.
+    :math:`f_i` is the part of a population's routes that expert i takes (so they sum to one), and :math:`P_i`
+    the mean over the population of i's score as a part of all scores. The loss is 1 when balanced.
+    Populations weigh as their tokens.
 
-    Pure, differentiable in the scores. Collective over ``mesh`` for ``"micro_batch"`` and ``"batch"``: one all-reduce
-    of E counts.
+    Pure, differentiable in the scores. Collective over ``mesh`` for ``"micro_batch"`` and ``"batch"``: one
+    all-reduce of E counts.
 
     Parameters
     ----------
     routing : Routing
         Of t tokens.
     population : {"document", "rank", "micro_batch", "batch"}
-        Over which tokens f and P are taken. ``"document"``: the tokens of one document, so the loss does not depend on
-        how documents are split into micro-batches or ranks. ``"rank"``: the tokens of this call. ``"micro_batch"``:
-        the tokens of this call on all ranks of ``mesh``. These two depend on the split by definition. ``"batch"``:
-        the global batch, which must not be accumulated: it is an error on the device when this call on all ranks
-        does not hold ``n_tokens``.
+        Over which tokens f and P are taken. ``"document"``: the tokens of one document, so the loss does not
+        depend on how documents are split into micro-batches or ranks. ``"rank"``: the tokens of this call.
+        ``"micro_batch"``: the tokens of this call on all ranks of ``mesh``. These two depend on the split by
+        definition. ``"batch"``: the global batch, which must not be accumulated: it is an error on the device
+        when this call on all ranks does not hold ``n_tokens``.
     documents : Int[Tensor, " t"], optional
         For ``"document"``: a number per document, in [0, t).
     mask : Bool[Tensor, " t"], optional
@@ -130,7 +131,7 @@ def next_bias(
     rate: float = 1e-3,
     mesh: DeviceMesh | None = None,
 ) -> Float[Tensor, "*l E"]:
-    """Return the balancing bias of the next step: up by ``rate`` for experts below the mean load, down for those above.
+    """Return the next step's bias: up by ``rate`` for experts below the mean load, down for those above.
 
     Pure, not differentiable. Collective over ``mesh``: one all-reduce of the counts.
 

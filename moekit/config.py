@@ -1,7 +1,7 @@
 """What a model is: one frozen dataclass, and the published models as values of it."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 Norm = Literal["pre", "post", "peri"]
 QKNorm = Literal["none", "head", "full"]
@@ -62,9 +62,7 @@ class ModelConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"ModelConfig needs {name} >= 1, got {getattr(self, name)}")
         if not 0 <= self.n_dense_layers <= self.n_layers:
-            raise ValueError(
-                f"ModelConfig needs 0 <= n_dense_layers <= n_layers, got {self.n_dense_layers} of {self.n_layers}"
-            )
+            raise ValueError(f"ModelConfig needs 0 <= n_dense_layers <= n_layers, got {self.n_dense_layers=}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"ModelConfig needs n_kv_heads to divide n_heads, got {self.n_kv_heads} and {self.n_heads}"
@@ -106,7 +104,7 @@ def _published(
     **rest,
 ):
     """One row of the OLMo-core 3 report; what every row shares is written here once."""
-    shared = dict(
+    shared: dict[str, Any] = dict(
         vocab_size=100_352,
         d_head=128,
         d_dense=5 * d_expert,

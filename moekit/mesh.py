@@ -1,7 +1,8 @@
 """Who holds what: the device mesh, and the one table of placements.
 
-Axes: ``edp`` expert data parallel, ``ep`` expert parallel. Expert leaves live on the two-axis mesh (edp, ep); every
-other leaf is replicated over both axes flattened into one, ``dp``. A leaf's mesh lists exactly the ranks that hold it.
+Axes: ``edp`` expert data parallel, ``ep`` expert parallel. Expert leaves live on the two-axis mesh (edp, ep);
+every other leaf is replicated over both axes flattened into one, ``dp``. A leaf's mesh lists exactly the
+ranks that hold it.
 """
 
 import os
@@ -20,12 +21,14 @@ def make_mesh(
 ) -> DeviceMesh | None:
     """Arrange all ranks as ``edp`` x ``ep``. Collective, once per process.
 
-    Starts the default process group (NCCL on CUDA, gloo on CPUs) from torchrun's environment unless one exists.
+    Starts the default process group (NCCL on CUDA, gloo on CPUs) from torchrun's environment unless one
+    exists.
 
     Parameters
     ----------
     edp, ep : int
-        Copies of every expert, and ranks that share one copy. Ranks of one ``ep`` group are neighbours. By default
+        Copies of every expert, and ranks that share one copy. Ranks of one ``ep`` group are neighbours. By
+        default
         ``edp`` is what the number of ranks leaves.
     n_experts : int, optional
         Checked against ``ep`` before any group is made.
@@ -35,8 +38,8 @@ def make_mesh(
     Returns
     -------
     DeviceMesh or None
-        Axes ``("edp", "ep")``; ``mesh["ep"]`` is what the moe functions take. ``None`` in a process that was started
-        alone: every function takes that for one process with plain tensors.
+        Axes ``("edp", "ep")``; ``mesh["ep"]`` is what the moe functions take. ``None`` in a process that was
+        started alone: every function takes that for one process with plain tensors.
 
     Raises
     ------
@@ -60,7 +63,10 @@ def make_mesh(
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes (edp, ep) as one axis ``dp``: the ranks that share a batch. Collective at its first call."""
+    """Return the axes (edp, ep) as one axis ``dp``: the ranks that share a batch.
+
+    Collective at its first call for a mesh, which makes the group.
+    """
     return mesh["edp", "ep"]._flatten("dp")
 
 
@@ -109,7 +115,7 @@ def shard_of(
 
 
 def from_shard(name: str, local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh | None) -> Tensor:
-    """Wrap what this rank holds of the parameter ``name``, of global ``shape``, as a DTensor. No communication."""
+    """Wrap this rank's part of the parameter ``name``, of global ``shape``; no communication."""
     if mesh is None:
         return local
     on, placements = layout(name, mesh)
@@ -120,8 +126,9 @@ def from_shard(name: str, local: Tensor, shape: tuple[int, ...], mesh: DeviceMes
 def local(p: Tensor) -> Tensor:
     """Read a parameter in differentiated code: this rank's part, with its gradient labelled for what it is.
 
-    Pure and differentiable. The gradient's placements follow from the parameter's: ``Partial`` on an axis where the
-    parameter is replicated (each rank holds one term of a sum), ``Shard`` where it is sharded. Plain tensors pass.
+    Pure and differentiable. The gradient's placements follow from the parameter's: ``Partial`` on an axis
+    where the parameter is replicated (each rank holds one term of a sum), ``Shard`` where it is sharded.
+    Plain tensors pass.
     """
     if not isinstance(p, DTensor):
         return p

@@ -1,7 +1,7 @@
 """The model family as functions of a parameter TensorDict.
 
-Which parts a model has (norms before or after, query and key norms, shared experts, a tied head) is read off its
-parameters; sizes and routing come from a :class:`moekit.ModelConfig`.
+Which parts a model has (norms before or after, query and key norms, shared experts, a tied head) is read off
+its parameters; sizes and routing come from a :class:`moekit.ModelConfig`.
 
 Axes: b sequences, s positions, t = b * s tokens, d d_model, v vocabulary.
 """
@@ -34,7 +34,7 @@ Rope = tuple[Tensor, Tensor]
 
 
 def rms_norm(x: Float[Tensor, "*n d"], gain: Float[Tensor, " d"], eps: float = 1e-5) -> Float[Tensor, "*n d"]:
-    """Divide by the root mean square over the last dim, times ``gain`` (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    """Divide by the root mean square of the last dim, times ``gain`` (arXiv:1910.07467)."""
     return F.rms_norm(x, (x.shape[-1],), local(gain), eps)
 
 
@@ -86,8 +86,8 @@ def attention(
     Parameters
     ----------
     params : TensorDict
-        ``qkv`` (d, (n_heads + 2 n_kv_heads) * h), ``out`` (n_heads * h, d); optionally ``q_norm`` and ``k_norm``, RMSNorm gains of
-        one head (h,) or of the full width.
+        ``qkv`` (d, (n_heads + 2 n_kv_heads) * h), ``out`` (n_heads * h, d); optionally ``q_norm`` and
+        ``k_norm``, RMSNorm gains of one head (h,) or of the full width.
     x : Float[Tensor, "b s d"]
         Any float dtype.
     n_heads, n_kv_heads : int
@@ -142,14 +142,15 @@ def transformer_block(
     wrap: Callable[[str, Callable], Callable] = lambda name, fn: fn,
     **moe_options: Any,
 ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
-    """Apply attention, then a feed-forward or a Mixture of Experts, each with its norms and added to what came in.
+    """Add attention, then a feed-forward or a Mixture of Experts, each with its norms, to what came in.
 
     Pure and differentiable. Collective as :func:`moekit.moe` is, where the block has experts.
 
     Parameters
     ----------
     params : TensorDict
-        ``layers.i`` of the model's parameters. ``*_norm_in`` stands before, ``*_norm_out`` after a part, where present.
+        ``layers.i`` of the model's parameters. ``*_norm_in`` stands before, ``*_norm_out`` after a part,
+        where present.
     x : Float[Tensor, "b s d"]
         The residual stream.
     config, rope, documents
@@ -238,7 +239,8 @@ def forward(
     documents : Int[Tensor, "b s"], optional
         A number per document within its row; attention stays inside documents.
     sample_ids : Int[Tensor, " b"], optional
-        Index of each row in the global batch, from which random assignments are drawn; by default its place in
+        Index of each row in the global batch, from which random assignments are drawn; by default its place
+        in
         ``tokens``.
     biases : Float[Tensor, "l E"], optional
         Balancing bias of each layer with experts, float32.
@@ -261,8 +263,8 @@ def forward(
     Raises
     ------
     ValueError
-        When a token id is out of range (on CUDA: a device assertion), the sequence is longer than the RoPE table, or
-        the biases do not fit.
+        When a token id is out of range (on CUDA: a device assertion), the sequence is longer than the RoPE
+        table, or the biases do not fit.
     """
     _check_tokens(tokens, config.vocab_size)
     if biases is not None and biases.shape != (config.n_moe_layers, config.n_experts):
@@ -305,7 +307,10 @@ def head_weight(params: Params) -> Float[Tensor, "d v"]:
 
 
 def logits(params: Params, tokens: Int[Tensor, "b s"], **options: Any) -> Float[Tensor, "b s v"]:
-    """Return the logits of every position, float32 at least; for sampling and tests. Options as for :func:`forward`."""
+    """Return the logits of every position, float32 at least, for sampling and tests.
+
+    Pure and differentiable. Options as for :func:`forward`.
+    """
     hidden, _ = forward(params, tokens, **options)
     return (hidden @ head_weight(params)).to(torch.promote_types(hidden.dtype, torch.float32))
 
@@ -315,8 +320,8 @@ def next_token_loss(
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
     """Return this call's share of the training loss of the global batch, and statistics that add up likewise.
 
-    The loss is the mean cross-entropy over targets plus the weighted auxiliary losses of ``config``, each divided by
-    totals of the global batch. So shares of ranks and micro-batches are only ever summed.
+    The loss is the mean cross-entropy over targets plus the weighted auxiliary losses of ``config``, each
+    divided by totals of the global batch. So shares of ranks and micro-batches are only ever summed.
 
     Pure and differentiable. Collective over ``mesh``.
 
@@ -338,7 +343,8 @@ def next_token_loss(
     loss : Float[Tensor, ""]
         In nats per token.
     stats : dict of Tensor
-        ``cross_entropy``, ``load_balancing``, ``router_z``, ``head_z``: shares of the means, unweighted, summed over layers;
+        ``cross_entropy``, ``load_balancing``, ``router_z``, ``head_z``: shares of the means, unweighted,
+        summed over layers;
         ``counts`` (l, E) int64: rows per expert of this call, padding left out.
 
     Raises
@@ -348,7 +354,8 @@ def next_token_loss(
     """
     if batch.n_targets is None or batch.n_tokens is None:
         raise ValueError(
-            "next_token_loss needs the totals of the global batch; call moekit.count_tokens(batch, mesh=mesh) first"
+            "next_token_loss needs the totals of the global batch, got None; "
+            "call batch = moekit.count_tokens(batch, mesh=mesh) first"
         )
     hidden, routings = forward(
         params,

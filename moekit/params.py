@@ -66,8 +66,8 @@ def init_params(
 ) -> TensorDict:
     """Draw the parameters of a model: normal with ``config.init_std``, norms at one.
 
-    Slab i of a parameter (expert i, row i) is drawn in float32 on the CPU from hash(seed, name, i) alone. So the
-    values do not depend on mesh, device or dtype, and no rank materialises another rank's experts.
+    Slab i of a parameter (expert i, row i) is drawn in float32 on the CPU from hash(seed, name, i) alone. So
+    the values do not depend on mesh, device or dtype, and no rank materialises another rank's experts.
 
     Parameters
     ----------

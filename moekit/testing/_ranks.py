@@ -3,6 +3,8 @@
 import faulthandler
 import functools
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.process
 import os
 import pickle
 import signal

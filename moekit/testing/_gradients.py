@@ -1,0 +1,134 @@
+"""Gradient parity: the same loss and gradients on every layout as in one process."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from moekit._transforms import accumulate, data_parallel, value_and_grad
+from moekit.batch import split_batch
+from moekit.mesh import data_rank, distribute, make_mesh, map_named
+from moekit.testing._ranks import ranks
+
+Layout = Mapping[str, Any]
+
+
+def check_gradients(
+    loss: Callable,
+    params: TensorDict,
+    batch: Any,
+    layouts: Iterable[Layout],
+    *,
+    rtol: float | None = None,
+    timeout: float = 120.0,
+) -> str:
+    """Check that a loss and its gradients are the same on every layout as in one process.
+
+    Parameters
+    ----------
+    loss : callable
+        ``loss(params, batch, *, mesh, **options)`` returns this call's share of the loss of the global batch.
+    params : TensorDict
+        Full parameters, plain tensors on the CPU; each layout places them by :func:`moekit.mesh.layout`.
+    batch : pytree
+        The global batch. Tensors are divided by their leading dim, 0-d tensors (its totals) are shared.
+    layouts : iterable of dict
+        ``edp`` and ``ep`` (default 1), ``accumulate``: micro-batches (default 1), ``rows``: rows of the batch
+        on each rank (default: equal parts; 0 is allowed); every other key is an option of ``loss``.
+    rtol : float, optional
+        Largest difference allowed in a parameter's gradient, of its largest element; by default 1e-10 in
+        float64 and 1e-4 in float32.
+    timeout : float
+        Seconds for one layout.
+
+    Returns
+    -------
+    str
+        A table: a row per parameter, a column per layout, the largest relative difference on any rank.
+
+    Raises
+    ------
+    AssertionError
+        With the table and the name of each layout and parameter that differs.
+    ValueError
+        When a layout does not fit the batch.
+    """
+    layouts = [dict(layout) for layout in layouts]
+    names = ["loss", *(k if isinstance(k, str) else ".".join(k) for k in params.keys(True, True))]
+    if rtol is None:
+        rtol = 1e-10 if _dtype(params) == torch.float64 else 1e-4
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as on the ranks
+    try:
+        want = _gradients(loss, params, batch, {})
+    finally:
+        torch.set_num_threads(threads)
+    columns = []
+    for layout in layouts:
+        n = layout.get("edp", 1) * layout.get("ep", 1)
+        got = ranks(n, timeout=timeout)(_gradients, loss, params, batch, layout)
+        columns.append({name: max(_difference(one[name], want[name]) for one in got) for name in names})
+    table = _table(names, layouts, columns)
+    wrong = [
+        f"{name} on {_label(layout)}"
+        for layout, column in zip(layouts, columns, strict=True)
+        for name in names
+        if not column[name] <= rtol
+    ]
+    if wrong:
+        raise AssertionError(f"gradients differ by more than {rtol:g}: {'; '.join(wrong)}\n{table}")
+    return table
+
+
+def _gradients(loss: Callable, params: TensorDict, batch: Any, layout: Layout) -> dict[str, Tensor]:
+    """Return the summed loss and the full gradients; runs on every rank of a layout, and in one process."""
+    options = dict(layout)
+    edp, ep = options.pop("edp", 1), options.pop("ep", 1)
+    n_microbatches, rows = options.pop("accumulate", 1), options.pop("rows", None)
+    mesh = make_mesh(edp=edp, ep=ep, device="cpu") if layout else None
+    rank, n = data_rank(mesh)
+    if rows is None:
+        here = split_batch(batch, n)[rank]
+    elif len(rows) != n:
+        raise ValueError(f"check_gradients needs rows for each of {n} ranks, got {rows}")
+    else:
+        start = sum(rows[:rank])
+        here = tree_map_only(Tensor, lambda x: x[start : start + rows[rank]] if x.ndim else x, batch)
+
+    def share(*args: Any) -> Tensor:
+        out = loss(*args, mesh=mesh, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    grad_fn = data_parallel(accumulate(value_and_grad(share), n_microbatches), mesh=mesh)
+    value, grads = grad_fn(distribute(params, mesh), here)
+    out = {"loss": value}
+    map_named(lambda name, g: out.setdefault(name, g.full_tensor() if isinstance(g, DTensor) else g), grads)
+    return out
+
+
+def _difference(got: Tensor, want: Tensor) -> float:
+    """Return the largest difference as a part of the largest element; NaN counts as infinite."""
+    scale = want.abs().max().clamp_min(torch.finfo(want.dtype).tiny)
+    return ((got - want).abs().max() / scale).nan_to_num(nan=torch.inf).item()
+
+
+def _dtype(params: TensorDict) -> torch.dtype:
+    return functools.reduce(
+        lambda a, b: a if torch.finfo(a).eps >= torch.finfo(b).eps else b,
+        (p.dtype for p in params.values(True, True)),
+    )
+
+
+def _label(layout: Layout) -> str:
+    return ",".join(f"{k}={getattr(v, '__name__', v)}" for k, v in layout.items()) or "one rank"
+
+
+def _table(names: list[str], layouts: list[dict], columns: list[dict[str, float]]) -> str:
+    rows = [["", *map(_label, layouts)], *([n, *(f"{c[n]:.1e}" for c in columns)] for n in names)]
+    width = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(row, width, strict=True)).rstrip() for row in rows)

@@ -1,0 +1,116 @@
+"""The contract of an expert kernel, checked against the loop in float64."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moekit._experts import expert_forward
+
+SIZES = {  # name: rows of each expert; rows after the last are garbage
+    "equal": ([32] * 4, 0),
+    "ragged": ([1, 7, 65, 130], 0),
+    "an expert without rows": ([16, 0, 40, 0], 0),
+    "one expert takes all": ([0, 0, 200, 0], 0),
+    "no rows": ([0, 0, 0, 0], 0),
+    "one row": ([0, 1, 0, 0], 0),
+    "garbage after the end": ([30, 2, 0, 17], 15),
+}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 1e-2}
+
+
+def check_kernel(
+    op: Callable, *, dtype: torch.dtype = torch.float32, device: str = "cpu", large: bool = False
+) -> str:
+    """Check an implementation of the experts against the loop in float64: output and every gradient.
+
+    Cases: equal and ragged groups, experts without rows, one that takes all, no rows at all, and NaN in the
+    rows and gradients past the end, which must reach neither a valid row nor a weight. Twice in a row with
+    the same bits.
+
+    Parameters
+    ----------
+    op : callable
+        ``op(experts, rows, offsets) -> rows``, as :func:`moekit.expert_forward`.
+    dtype : torch.dtype
+        float64, float32 or bfloat16. The relative error ``|got - want| / |want|`` may be 1e-12, 5e-6 or 1e-2.
+    device : str
+        Where to run it.
+    large : bool
+        Also run one case with more than 2**31 elements of rows (needs about 30 GB on the device in bfloat16).
+
+    Returns
+    -------
+    str
+        A table of the relative errors.
+
+    Raises
+    ------
+    AssertionError
+        Naming the case and what differs.
+    """
+    lines = []
+    for case, (sizes, n_tail) in SIZES.items():
+        errors, first = _errors(op, sizes, n_tail, 64, 48, dtype, device)
+        _, second = _errors(op, sizes, n_tail, 64, 48, dtype, device)
+        for name, error in errors.items():
+            assert error <= TOLERANCE[dtype], f"{name} ({case}, {dtype}): relative error {error:.1e}"
+            assert torch.equal(first[name], second[name]), f"{name} differs the second time ({case}, {dtype})"
+        lines.append(f"{case:<24}" + "  ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+    if large:
+        lines.append(f"{'more than 2**31 elements':<24}" + _check_large(op, dtype, device))
+    return "\n".join(lines)
+
+
+def _errors(
+    op: Callable, sizes: list[int], n_tail: int, d: int, h: int, dtype: torch.dtype, device: str
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    valid, e = sum(sizes), len(sizes)
+    gate_up, down = draw(e, d, 2 * h) / d**0.5, draw(e, h, d) / h**0.5
+    rows, grad = draw(valid + n_tail, d), draw(valid + n_tail, d)
+    rows[valid:], grad[valid:] = torch.nan, torch.nan
+    offsets = torch.tensor(sizes, device=device).cumsum(0).int()
+
+    def run(fn: Callable, dtype: torch.dtype, n: int) -> dict[str, Tensor]:
+        leaves = [z.to(dtype).requires_grad_() for z in (rows[:n], gate_up, down)]
+        out = fn({"gate_up": leaves[1], "down": leaves[2]}, leaves[0], offsets)
+        grads = torch.autograd.grad(out, leaves, grad[:n].to(dtype))
+        named = zip(("output", "rows", "gate_up", "down"), (out.detach(), *grads), strict=True)
+        return {name: z[:valid] if name in ("output", "rows") else z for name, z in named}
+
+    got = run(op, dtype, valid + n_tail)
+    want = run(lambda *args: expert_forward(*args, kernels="loop"), torch.float64, valid)
+    return {name: relative_error(got[name], want[name]) for name in want}, got
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Return ``|got - want| / |want|``, infinite where NaN; ``|got|`` where nothing was wanted."""
+    norm = want.norm()
+    error = (got.double() - want.double()).norm() / norm if norm > 0 else got.double().norm()
+    return error.nan_to_num(nan=torch.inf).item()
+
+
+def _check_large(op: Callable, dtype: torch.dtype, device: str) -> str:
+    """Run more than 2**31 elements of rows through one narrow expert pair, and look at the last rows."""
+    d, h = 4096, 64
+    n = 2**31 // d + 256
+    generator = torch.Generator(device).manual_seed(0)
+    rows = torch.randn(n, d, generator=generator, dtype=dtype, device=device)
+    experts = {
+        "gate_up": torch.randn(2, d, 2 * h, generator=generator, dtype=dtype, device=device) / d**0.5,
+        "down": torch.randn(2, h, d, generator=generator, dtype=dtype, device=device) / h**0.5,
+    }
+    offsets = torch.tensor([128, n], dtype=torch.int32, device=device)
+    out = op(experts, rows, offsets)[-128:]
+    one = {name: w[1:].double() for name, w in experts.items()}
+    end = torch.tensor([128], dtype=torch.int32, device=device)
+    error = relative_error(out, expert_forward(one, rows[-128:].double(), end, kernels="loop"))
+    assert error <= TOLERANCE[dtype], (
+        f"output (more than 2**31 elements, {dtype}): relative error {error:.1e}"
+    )
+    return f"output {error:.1e}"

@@ -1,0 +1,124 @@
+"""The contract of a transport, checked on ranks."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from moekit._dispatch import Transport, combine, dispatch
+from moekit._route import Routing, count_experts
+from moekit.testing._kernels import relative_error
+from moekit.testing._ranks import ranks
+
+CASES = {  # name: (tokens on rank i, experts per rank, top_k, how experts are chosen)
+    "even": (lambda i: 6, 2, 2, "random"),
+    "top_1": (lambda i: 5, 2, 1, "random"),
+    "a rank without tokens": (lambda i: 7 * (i % 2), 2, 2, "random"),
+    "no tokens at all": (lambda i: 0, 2, 2, "random"),
+    "one expert takes all": (lambda i: 3 + i, 2, 1, "last"),
+    "experts without tokens": (lambda i: 4, 8, 2, "first two"),
+}
+
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def check_transport(transport: str | Transport, *, n_ranks: Sequence[int] = (1, 2, 4)) -> None:
+    """Check that a transport keeps its contract, on gloo ranks of this machine.
+
+    In every case the rows must be in the order (expert, source rank, token), the offsets must be int32 ends
+    of each expert's rows, and after experts that multiply by a factor of their own, outputs, gradients of the
+    tokens and of the weights, and gradients of the experts' factors must be those of the plain sum; twice in
+    a row with the same bits. Cases: uneven tokens, ranks and experts without any, one expert that takes all;
+    float64, float32 and bfloat16.
+
+    Parameters
+    ----------
+    transport : str or Transport
+        As ``via`` of :func:`moekit.dispatch`.
+    n_ranks : sequence of int
+        Sizes of the expert-parallel mesh; with 1, ``mesh=None`` is checked as well.
+
+    Raises
+    ------
+    RuntimeError
+        Naming the ranks, with the AssertionError that says which case and what differs.
+    """
+    for n in n_ranks:
+        ranks(n)(_check, transport)
+
+
+def _check(transport: str | Transport) -> None:
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    for on in (mesh, None) if size == 1 else (mesh,):
+        for case, (n_tokens, per_rank, top_k, choice) in CASES.items():
+            for dtype in (torch.float64, torch.float32, torch.bfloat16):
+                tokens = n_tokens(dist.get_rank())
+                ids = _choose(choice, tokens, per_rank * size, top_k)
+                first, second = (_run(transport, ids, per_rank * size, dtype, on) for _ in range(2))
+                where = f"{case}, {dtype}, {size} ranks, mesh={'None' if on is None else 'ep'}"
+                for name, (got, want) in first.items():
+                    error = relative_error(got.double(), want.double())
+                    assert error <= TOLERANCE[dtype], f"{name} ({where}): relative error {error:.1e}"
+                    assert torch.equal(got, second[name][0]), f"{name} differs the second time ({where})"
+
+
+def _choose(choice: str, tokens: int, n_experts: int, top_k: int) -> Tensor:
+    if choice == "last":
+        return torch.full((tokens, top_k), n_experts - 1)
+    if choice == "first two":
+        return torch.arange(top_k).expand(tokens, top_k).contiguous()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.rand(tokens, n_experts, generator=generator).topk(top_k, dim=-1).indices
+
+
+def _run(
+    transport, ids: Tensor, n_experts: int, dtype: torch.dtype, mesh
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what came and what should have come, by name."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(100 + rank)
+    x = torch.randn(len(ids), 16, generator=generator, dtype=torch.float64).to(dtype)
+    x[:, 0] = (torch.arange(len(ids)) + 32 * rank) / 256  # says whence a row came; exact in bfloat16
+    above = torch.promote_types(dtype, torch.float32)
+    weights = torch.rand(ids.shape, generator=generator, dtype=torch.float64).to(above)
+    out_grad = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(dtype)
+    factors = 1 + torch.arange(n_experts, dtype=above) / 8
+    x, weights, factors = (z.requires_grad_() for z in (x, weights, factors))
+
+    scores = torch.zeros(len(ids), n_experts, dtype=above)
+    routing = Routing(
+        weights=weights, expert_ids=ids, counts=count_experts(ids, n_experts), logits=scores, scores=scores
+    )
+    sent = dispatch(x, routing, via=transport, mesh=mesh)
+    first = rank * (n_experts // size)
+    ends = sent.offsets.long()
+    sizes = ends - torch.cat([ends.new_zeros(1), ends[:-1]])
+    experts = first + torch.arange(len(ends)).repeat_interleave(sizes)
+    valid = int(ends[-1])
+    tail = torch.full((len(sent.rows) - valid, 16), torch.nan, dtype=dtype)  # nobody may read these
+    rows = torch.cat([sent.rows[:valid] * factors[experts, None].to(dtype), tail])
+    y = combine(rows, sent)
+    grads = torch.autograd.grad(y, (x, weights, factors), out_grad)
+
+    everyone: list = [None] * size
+    dist.all_gather_object(everyone, (ids, x.detach()[:, 0]))
+    origin = torch.cat(
+        [xs[(of == e).nonzero()[:, 0]] for e in range(first, first + len(ends)) for of, xs in everyone]
+    )
+    x64, w64, f64 = (z.detach().double().requires_grad_() for z in (x, weights, factors))
+    want = (x64[:, None] * (w64 * f64[ids])[..., None]).sum(1)
+    want_grads = torch.autograd.grad(want, (x64, w64, f64), out_grad.double())
+    dist.all_reduce(want_grads[2])
+    mine = slice(first, first + len(ends))
+    return {
+        "dtype of offsets": (torch.tensor(sent.offsets.dtype == torch.int32), torch.tensor(True)),
+        "order of rows": (sent.rows.detach()[:valid, 0], origin),
+        "output": (y.detach(), want.detach()),
+        "gradient of the tokens": (grads[0], want_grads[0]),
+        "gradient of the weights": (grads[1], want_grads[1]),
+        "gradient of the experts": (grads[2][mine], want_grads[2][mine]),
+    }
