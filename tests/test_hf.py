@@ -118,14 +118,9 @@ def test_logits_and_gradients_equal_those_of_transformers(variant, tmp_path):
     assert {piece.key for piece in pieces} == theirs.keys()
     for piece in pieces:
         grad = theirs[piece.key].grad
-        assert grad.abs().max() > 1e-6, piece.key
-        torch.testing.assert_close(
-            hf._part(piece, leaves[piece.name]),
-            grad,
-            rtol=1e-3,
-            atol=1e-4,
-            msg=lambda m, k=piece.key: f"{k}: {m}",
-        )
+        error = torch.linalg.vector_norm(hf._part(piece, leaves[piece.name]) - grad)
+        size = torch.linalg.vector_norm(grad)
+        assert size > 1e-2 and error < 1e-4 * size, f"{piece.key}: error {error:.1e} in {size:.1e}"
 
 
 def test_what_was_imported_comes_back_bit_for_bit(folder, tmp_path):
