@@ -23,6 +23,7 @@ from torchdata import nodes
 
 from moekit.batch import Batch, make_batch
 from moekit.corpora import Corpus
+from moekit.mesh import data_rank
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,7 +144,7 @@ class Loader(nodes.Prefetcher[Batch]):
 
     The samples are one endless stream: those of epoch 0 in `sample_order`, those of epoch 1, and so on. A
     global batch is the next ``batch_size`` of them; one may span two epochs, and no sample is dropped. Each
-    rank takes a contiguous, equal slice of it, in the (row-major) order of the mesh. Batches are made ahead
+    rank takes a contiguous, equal slice of it, in the order of `data_rank`. Batches are made ahead
     in a thread, on the CPU. Not collective.
 
     ``state_dict()`` is the place of the next sample {"epoch", "sample"} and what it is a place in {"corpus",
@@ -171,7 +172,7 @@ class Loader(nodes.Prefetcher[Batch]):
     part : tuple of int, optional
         (rank, number of ranks), in place of a mesh.
     mesh : DeviceMesh, optional
-        All ranks that share the global batch, with any number of axes.
+        The ranks of its axes (edp, ep) share the global batch; None is one process.
 
     Raises
     ------
@@ -193,11 +194,9 @@ class Loader(nodes.Prefetcher[Batch]):
         part: tuple[int, int] | None = None,
         mesh: DeviceMesh | None = None,
     ):
-        if mesh is not None:
-            if part is not None:
-                raise ValueError(f"Loader needs part or mesh, got {part=} and {mesh=}")
-            part = mesh.mesh.flatten().tolist().index(mesh.get_rank()), mesh.size()
-        rank, n_ranks = part or (0, 1)
+        if part is not None and mesh is not None:
+            raise ValueError(f"Loader needs part or mesh, got {part=} and {mesh=}; leave one out")
+        rank, n_ranks = data_rank(mesh) if part is None else part
         if (
             min(batch_size, prefetch, 1 if epochs is None else epochs) < 1
             or not 0 <= seed < 2**32

@@ -27,7 +27,7 @@ import torch.distributed as dist
 _PRELOAD = (
     *("torch", "sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.tensor"),
     *("torch.fx.experimental.symbolic_shapes", "torch.distributed._functional_collectives", "tensordict"),
-    *("cloudpickle", "einops", "jaxtyping", "beartype", "pytest", "hypothesis"),
+    *("cloudpickle", "beartype", "pytest", "hypothesis", "moekit.testing"),
 )
 
 
@@ -39,8 +39,7 @@ class ranks:
     process: they are forked from a server that has torch imported (making an object of this class starts the
     server, in the background), are kept for later calls, and die with the caller. Functions, arguments and
     results travel by cloudpickle, so closures and lambdas work; a function of a module is imported by its
-    name, after the ``conftest`` that the caller has imported. What a call changes in its processes (module
-    attributes, environment) is there in the next call.
+    name. What a call changes in its processes (module attributes, environment) is there in the next call.
 
     Parameters
     ----------
@@ -68,11 +67,11 @@ class ranks:
     [6.0, 6.0]
     """
 
-    def __init__(self, n: int, *, timeout: float = 120.0, grace: float = 2.0):
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"ranks needs a number of ranks of at least 1, got {n!r}")
+    def __init__(self, n: int, *, timeout: float | int = 120, grace: float | int = 2):
+        if n < 1:
+            raise ValueError(f"ranks needs at least one rank, got n={n}")
         if not (timeout > 0 and grace > 0):
-            raise ValueError(f"ranks needs positive seconds, got timeout={timeout!r}, grace={grace!r}")
+            raise ValueError(f"ranks needs positive seconds, got timeout={timeout}, grace={grace}")
         self.n, self.timeout, self.grace = n, timeout, grace
         _pool().start_server()
 
@@ -117,7 +116,7 @@ class _Pool:
             while len(self.workers) < n:
                 ours, theirs = self.context.Pipe()
                 stacks, stacks_out = self.context.Pipe(duplex=False)
-                process = self.context.Process(target=_ByValue(_work), args=(theirs, stacks_out), daemon=True)
+                process = self.context.Process(target=_work, args=(theirs, stacks_out), daemon=True)
                 process.start()
                 theirs.close()
                 stacks_out.close()
@@ -134,7 +133,7 @@ class _Pool:
                 connection.close()
         self.workers = []
 
-    def run(self, call: bytes, n: int, timeout: float, grace: float) -> list:
+    def run(self, call: bytes, n: int, timeout: float | int, grace: float | int) -> list:
         with self.lock:
             try:
                 return self._run(call, n, timeout, grace)
@@ -142,18 +141,15 @@ class _Pool:
                 self.kill()
                 raise
 
-    def _run(self, call: bytes, n: int, timeout: float, grace: float) -> list:
+    def _run(self, call: bytes, n: int, timeout: float | int, grace: float | int) -> list:
         self.grow(n)
         self.calls += 1
         store = os.path.join(self.folder.name, str(self.calls))
-        modules = [name for name in sys.modules if name.rpartition(".")[2] == "conftest"]
         running, results, failed = {}, {}, {}
         for rank, (process, connection, _) in enumerate(self.workers[:n]):
             running[connection] = running[process.sentinel] = rank
             try:
-                connection.send_bytes(
-                    pickle.dumps((rank, n, store, timeout, os.getcwd(), sys.path, modules, call))
-                )
+                connection.send_bytes(pickle.dumps((rank, n, store, timeout, os.getcwd(), sys.path, call)))
             except OSError:
                 pass  # it died; its sentinel says so below
         limit = time.monotonic() + timeout
@@ -196,29 +192,13 @@ def _stacks(process, _, stacks) -> str:
     return text.decode(errors="replace") or "(unknown)\n"
 
 
-class _ByValue:
-    """A function that is pickled without its module, so that unpickling it does not import moekit.
-
-    A rank imports moekit as the caller did: after the caller's conftest, which may have hooks for imports.
-    """
-
-    def __init__(self, fn: Callable):
-        self.fn = fn
-
-    def __reduce__(self):
-        module = sys.modules[__name__]
-        cloudpickle.register_pickle_by_value(module)
-        try:
-            return cloudpickle.loads, (cloudpickle.dumps(self.fn),)
-        finally:
-            cloudpickle.unregister_pickle_by_value(module)
-
-
 def _work(connection, stacks) -> None:
     """Answer calls until the caller is gone."""
+    caller = multiprocessing.process.parent_process()
+    assert caller is not None
 
     def die_with_caller():
-        multiprocessing.process.parent_process().join()
+        caller.join()
         os._exit(1)
 
     threading.Thread(target=die_with_caller, daemon=True).start()
@@ -229,9 +209,7 @@ def _work(connection, stacks) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve to nothing
     while True:
         try:
-            rank, n, store, timeout, folder, sys.path[:], modules, call = pickle.loads(
-                connection.recv_bytes()
-            )
+            rank, n, store, timeout, folder, sys.path[:], call = pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             return
         try:
@@ -244,8 +222,6 @@ def _work(connection, stacks) -> None:
             )
             torch.manual_seed(0)
             os.chdir(folder)
-            for name in modules:
-                __import__(name)
             fn, args, kwargs = pickle.loads(call)
             answer = True, cloudpickle.dumps(fn(*args, **kwargs))
         except BaseException:
