@@ -23,6 +23,7 @@ def make_key(seed: int, device: str | torch.device | None = None) -> Int[Tensor,
 
 def fold_in(key: Int[Tensor, ""], data: int | Int[Tensor, ""]) -> Int[Tensor, ""]:
     """Return a new key made of ``key`` and an integer such as the step or the layer; no host sync."""
+    data = data if isinstance(data, Tensor) else torch.full_like(key, data)  # tensors wrap, ints overflow
     return _mix(key + (data + 1) * -0x61C8864680B583EB)
 
 
