@@ -39,8 +39,8 @@ def expert_forward(
         Between the two GEMMs.
     kernels : {"auto", "torch", "loop"}
         ``"torch"`` is ``torch.nn.functional.grouped_mm``; ``"loop"`` the plain loop over experts that defines
-        the result, which reads the offsets on the host. ``"auto"`` is ``"torch"``, but for float64, which
-        only the loop has.
+        the result, which reads the offsets on the host. ``"torch"`` needs ``d`` and ``h`` to be multiples of
+        16 bytes. ``"auto"`` is ``"torch"``, but for float64, which only the loop has.
 
     Returns
     -------
@@ -77,8 +77,8 @@ def expert_forward(
         raise ValueError("expert_forward needs kernels='loop' for float64, got kernels='torch'")
     if d * rows.element_size() % 16 or h2 // 2 * rows.element_size() % 16:
         raise ValueError(
-            f"expert_forward needs d and h to be multiples of {16 // rows.element_size()} in {rows.dtype} (16 "
-            f"bytes), got d={d}, h={h2 // 2}; choose such sizes or pass kernels='loop'"
+            f"expert_forward needs d and h to be multiples of {16 // rows.element_size()} in {rows.dtype} "
+            f"(16 bytes), got d={d}, h={h2 // 2}; choose such sizes or pass kernels='loop'"
         )
     hidden = swiglu(F.grouped_mm(rows, gate_up, offs=offsets))
     return _ContiguousGrad.apply(F.grouped_mm(hidden, down, offs=offsets))

@@ -17,7 +17,8 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def make_key(seed: int, device: str | torch.device | None = None) -> Int[Tensor, ""]:
-    """Return a key, a 0-d int64 tensor, for ``seed``."""
+    """Return a key, a 0-d int64 tensor, for ``seed``, any integer."""
+    seed = (seed + 2**63) % 2**64 - 2**63
     return _mix(torch.tensor(seed, dtype=torch.int64, device=device))
 
 
