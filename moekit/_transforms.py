@@ -120,7 +120,8 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
     Raises
     ------
     ValueError
-        When ``n_microbatches`` is below 1 or does not divide.
+        When ``n_microbatches`` is below 1 or does not divide, or a buffer of ``into`` has another shape or
+        dtype than its gradient's sum.
     """
     if n_microbatches < 1:
         raise ValueError(f"accumulate needs n_microbatches >= 1, got {n_microbatches}")
@@ -140,7 +141,7 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
             if name in sums:
                 _plain(sums[name]).add_(_plain(new))
             elif name in buffers:
-                sums[name] = buffers[name]
+                sums[name] = _checked_buffer(name, buffers[name], new)
                 _plain(sums[name]).copy_(_plain(new))
             else:
                 sums[name] = _at_least_float32(new)
@@ -266,6 +267,16 @@ def _checkpointed(fn: Callable) -> Callable:
         )
 
     return run
+
+
+def _checked_buffer(name: str, buffer: Tensor, grad: Tensor) -> Tensor:
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    if buffer.dtype != dtype or _plain(buffer).shape != _plain(grad).shape:
+        raise ValueError(
+            f"accumulate needs a {dtype} buffer {tuple(grad.shape)} for {name}, "
+            f"got {buffer.dtype} {tuple(buffer.shape)}; pass what an earlier call returned"
+        )
+    return buffer
 
 
 def _at_least_float32(x: Tensor) -> Tensor:
