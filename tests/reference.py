@@ -12,7 +12,9 @@ from moekit.mesh import map_named
 
 
 def draw(*shape, seed=0, dtype=torch.float64):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    """Return standard normals, the same in every precision up to rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def close(got, want, tol=1e-10):
@@ -25,11 +27,11 @@ def refuses(message, error=ValueError):
 
 
 def with_grads(fn, *leaves):
-    """Return fn's result and the gradients of a fixed random projection of it, one for each leaf."""
+    """Return fn's result and the gradients of a fixed projection of it, one for each leaf."""
     leaves = [x.detach().clone().requires_grad_() for x in leaves]
     out = fn(*leaves)
-    grads = torch.autograd.grad(out, leaves, draw(*out.shape, seed=99, dtype=out.dtype), allow_unused=True)
-    return [out.detach(), *grads]
+    projection = draw(*out.shape, seed=99, dtype=out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, projection, materialize_grads=True)]
 
 
 def named_grads(loss, params):
