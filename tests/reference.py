@@ -186,7 +186,7 @@ def forward(params, tokens, *, config, documents=None, biases=None):
 def balance(ids, scores):
     """Return E * sum of f * P over one population."""
     n_experts = scores.shape[-1]
-    f = torch.bincount(ids.flatten(), minlength=n_experts) / ids.numel()
+    f = torch.bincount(ids.flatten(), minlength=n_experts).to(scores.dtype) / ids.numel()
     return n_experts * (f * (scores / scores.sum(-1, keepdim=True)).mean(0)).sum()
 
 
