@@ -144,6 +144,19 @@ def test_micro_batches_sum_to_one_call_of_the_whole_batch_balance_loss_and_count
     assert list(flat(sums)) == list(flat(params))
 
 
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_balance_loss_of_equal_scores_is_one_a_layer_in_however_many_micro_batches(n):
+    config, batch = small_config(n_dense_layers=0), packed_batch()
+    params = mk.init_params(config, dtype=torch.float64)
+    for layer in ("0", "1"):
+        params["layers"][layer]["moe"]["router"].zero_()
+    (_, stats), _ = mk.accumulate(mk.value_and_grad(mk.next_token_loss, has_aux=True), n)(
+        params, batch, config=config
+    )
+    close(stats["load_balancing"], torch.tensor(2.0, dtype=torch.float64))
+    assert stats["counts"].sum() == 2 * 2 * batch.n_tokens
+
+
 def test_two_thousand_ones_sum_to_two_thousand_in_bfloat16():
     params = TensorDict({"p": torch.ones(2, dtype=torch.bfloat16)})
     grad_fn = mk.value_and_grad(lambda p, x: (p["p"] * x).sum())
