@@ -74,9 +74,9 @@ def test_output_and_gradients_are_those_of_the_weighted_sum(via, choice):
 def test_the_sum_over_experts_is_taken_in_float32_and_returned_in_the_rows_dtype(via):
     r = routing(3, [[0, 1, 2]], torch.float32)
     sent = mk.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), r, via=via)
-    r.weights.copy_(torch.tensor([[1.0, 2.0**-8, 2.0**-8]]))  # in bfloat16, 1 + 2**-8 is 1
+    r.weights.copy_(torch.tensor([[1 + 2.0**-9, 2.0**-9, -1.0]]))  # in bfloat16, 1 + 2**-9 is 1
     y = mk.combine(sent.rows, sent)
-    assert y.dtype == torch.bfloat16 and y.item() == 1 + 2.0**-7
+    assert y.dtype == torch.bfloat16 and y.item() == 2.0**-8
 
 
 @VIA

@@ -218,6 +218,9 @@ def test_random_assignments_follow_the_sample_and_differ_between_layers_and_keys
     assert torch.equal(ids(order)[0], first[order]) and torch.equal(ids(order)[1], second[order])
     assert not torch.equal(first, second) and not torch.equal(ids(torch.arange(4), 1)[0], first)
     assert torch.equal(ids(torch.arange(4)[:1])[0], first[:1])
+    assert not torch.equal(
+        first[0, 2:], first[1, :-2]
+    )  # the second sample does not repeat the first one's draws
 
 
 def test_a_call_without_rows_has_no_loss_and_zero_gradients():

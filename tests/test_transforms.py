@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 from reference import close, draw, flat, named_grads, packed_batch, refuses, small_config
@@ -81,6 +83,16 @@ def test_what_on_grad_returns_takes_the_gradients_place_and_none_leaves_it_out()
     _, changed = run(tree(), X, on_grad=lambda name, g: None if name == "in.c" else (2 * g).float())
     assert list(flat(changed)) == ["a", "in.b"]
     close(flat(changed), {name: (2 * g).float() for name, g in flat(grads).items() if name != "in.c"})
+
+
+def test_a_gradient_that_on_grad_leaves_out_is_freed_while_backward_goes_on():
+    handed = []
+
+    def on_grad(name, grad):
+        assert all(earlier() is None for earlier in handed)
+        handed.append(weakref.ref(grad))
+
+    assert not run(tree(), X, on_grad=on_grad)[1].keys() and len(handed) == 3
 
 
 def test_aux_comes_back_without_a_graph():
