@@ -90,7 +90,7 @@ def train_step(params, state, biases, batch):
     (_, stats), grads = grad_fn(params, batch, biases=biases)
     params, state = optimizer.update(grads, state, params)
     stats = mk.sum_over_ranks(stats, mesh=mesh)
-    return params, state, mk.next_bias(biases, stats["counts"], rate=cfg.bias_rate), stats
+    return params, state, mk.balance.next_bias(biases, stats["counts"], rate=cfg.bias_rate), stats
 
 
 @torch.no_grad()
@@ -107,18 +107,25 @@ def bits_per_byte(corpus):
 
 # --- Train ----------------------------------------------------------------------------
 
-start, run_id = 0, None
-if cfg.resume:
-    saved = checkpoint.load(checkpoint.latest(cfg.folder), dict(params=params, state=state, biases=biases), mesh=mesh)
-    loader.load_state_dict(saved["data"])
-    start, run_id = saved["step"], saved["run_id"]
-run = tracking.start_run(cfg, project="moekit-quickstart", folder=cfg.folder, run_id=run_id, rank=rank)
+def snapshot():
+    """Return everything that the next step depends on."""
+    tree = dict(params=params, state=state, biases=biases)
+    return tree | dict(data=loader.state_dict(), step=step)
 
-bar = tqdm(range(start, cfg.n_steps), initial=start, total=cfg.n_steps, disable=rank > 0, smoothing=0.05)
-for step in bar:
+
+step = 0
+if cfg.resume:
+    saved = checkpoint.load(checkpoint.latest(cfg.folder), snapshot(), config=model, mesh=mesh)
+    loader.load_state_dict(saved["data"])
+    step = saved["step"]
+run = tracking.start_run(cfg, project="moekit-quickstart", folder=cfg.folder, resume=cfg.resume, rank=rank)
+
+bar = tqdm(initial=step, total=cfg.n_steps, disable=rank > 0, smoothing=0.05)
+while step < cfg.n_steps:
     began = time.perf_counter()
     params, state, biases, stats = train_step(params, state, biases, next(loader).to(device))
-    if step % cfg.log_every == 0 or step == cfg.n_steps - 1:
+    step += 1
+    if step % cfg.log_every == 0 or step == cfg.n_steps:
         loss = stats["cross_entropy"].item()
         figures = dict(loss=loss, bits_per_byte=loss / math.log(2), grad_norm=state["inner", "0", "norm"].item())
         figures["tokens_per_second"] = cfg.batch_size * cfg.seq_len / (time.perf_counter() - began)
@@ -126,10 +133,9 @@ for step in bar:
         if rank == 0:
             bar.write(f"step {step:5d}  loss {loss:.6f}")
             bar.set_postfix(bpb=f"{loss / math.log(2):.3f}", tok_s=f"{figures['tokens_per_second']:.0f}")
-    if (step + 1) % cfg.save_every == 0 or step == cfg.n_steps - 1:
-        tree = dict(params=params, state=state, biases=biases)
-        values = dict(data=loader.state_dict(), step=step + 1, run_id=run.id)
-        checkpoint.save(cfg.folder / f"step-{step + 1:06d}", tree | values, mesh=mesh)
+    if step % cfg.save_every == 0 or step == cfg.n_steps:
+        checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(), config=model, mesh=mesh)
+    bar.update()
 
 # --- What it learnt -------------------------------------------------------------------
 
