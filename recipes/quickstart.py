@@ -29,7 +29,7 @@ from moekit.mesh import data_rank
 class Config:
     """Everything this run depends on; logged whole."""
 
-    n_steps: int = 900
+    n_steps: int = 600
     batch_size: int = 16  # sequences of the global batch
     seq_len: int = 256  # bytes
     n_microbatches: int = 1  # slices of a rank's part of the batch, one after the other
