@@ -128,6 +128,7 @@ def clip_by_global_norm(max_norm: float | int, *, mesh: DeviceMesh | None = None
 
     @torch.no_grad()
     def update(grads: TensorDict, state: TensorDict, params: TensorDict):
+        check_names("clip_by_global_norm", "gradients", grads, named(params))
         norm = global_norm(grads, mesh=mesh).float()
         finite = norm.isfinite()
         state["norm"].copy_(norm)

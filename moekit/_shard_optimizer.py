@@ -102,7 +102,7 @@ def shard_optimizer(
         return TensorDict({"master": master, "inner": optimizer.init(master)})
 
     @torch.no_grad()
-    def update(grads: TensorDict, state: TensorDict, params: TensorDict):
+    def update(grads: TensorDict | Scaled, state: TensorDict, params: TensorDict):
         if isinstance(grads, Scaled):
             raise TypeError(
                 "shard_optimizer needs plain gradients, got Scaled ones; put the clip inside: "
