@@ -7,9 +7,20 @@ from moekit._dispatch import (
     dispatch as dispatch,
 )
 from moekit._experts import expert_forward as expert_forward
+from moekit._generate import generate as generate
 from moekit._moe import moe as moe
+from moekit._optim import (
+    Optimizer as Optimizer,
+    adamw as adamw,
+    chain as chain,
+    clip_by_global_norm as clip_by_global_norm,
+    global_norm as global_norm,
+    warmup_cosine as warmup_cosine,
+    warmup_linear as warmup_linear,
+)
 from moekit._random import fold_in as fold_in, make_key as make_key
 from moekit._route import Routing as Routing, route as route
+from moekit._shard_optimizer import shard_optimizer as shard_optimizer
 from moekit._transforms import (
     accumulate as accumulate,
     data_parallel as data_parallel,

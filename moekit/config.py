@@ -1,7 +1,7 @@
 """What a model is: one frozen dataclass, and the published models as values of it."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 Norm = Literal["pre", "post", "peri"]
 QKNorm = Literal["none", "head", "full"]
@@ -62,9 +62,7 @@ class ModelConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"ModelConfig needs {name} >= 1, got {getattr(self, name)}")
         if not 0 <= self.n_dense_layers <= self.n_layers:
-            raise ValueError(
-                f"ModelConfig needs 0 <= n_dense_layers <= n_layers, got {self.n_dense_layers}, {self.n_layers}"
-            )
+            raise ValueError(f"ModelConfig needs 0 <= n_dense_layers <= n_layers, got {self.n_dense_layers=}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"ModelConfig needs n_kv_heads to divide n_heads, got {self.n_kv_heads} and {self.n_heads}"
@@ -82,6 +80,18 @@ class ModelConfig:
                 raise ValueError(f"ModelConfig needs {name} in {allowed}, got {getattr(self, name)!r}")
         if self.n_dense_layers < self.n_layers and self.top_k > self.n_experts:
             raise ValueError(f"ModelConfig needs top_k <= n_experts, got {self.top_k} of {self.n_experts}")
+
+        if self.n_dense_layers < self.n_layers and (
+            self.n_groups < 1
+            or self.n_experts % self.n_groups
+            or not 1 <= self.top_groups <= self.n_groups
+            or self.top_k > self.n_experts // self.n_groups * self.top_groups
+        ):
+            raise ValueError(
+                "ModelConfig needs n_groups to divide n_experts, 1 <= top_groups <= n_groups and top_k "
+                f"experts in them, got n_experts={self.n_experts}, n_groups={self.n_groups}, "
+                f"top_groups={self.top_groups}, top_k={self.top_k}"
+            )
 
     def is_moe(self, layer: int) -> bool:
         """Whether layer ``layer`` has experts."""
@@ -106,7 +116,7 @@ def _published(
     **rest,
 ):
     """One row of the OLMo-core 3 report; what every row shares is written here once."""
-    shared = dict(
+    shared: dict[str, Any] = dict(
         vocab_size=100_352,
         d_head=128,
         d_dense=5 * d_expert,

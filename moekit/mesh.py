@@ -115,7 +115,7 @@ def shard_of(
 
 
 def from_shard(name: str, local: Tensor, shape: tuple[int, ...], mesh: DeviceMesh | None) -> Tensor:
-    """Wrap this rank's part of the parameter ``name``, of global ``shape``, as a DTensor; no communication."""
+    """Wrap this rank's part of the parameter ``name``, of global ``shape``; no communication."""
     if mesh is None:
         return local
     on, placements = layout(name, mesh)

@@ -34,7 +34,7 @@ Rope = tuple[Tensor, Tensor]
 
 
 def rms_norm(x: Float[Tensor, "*n d"], gain: Float[Tensor, " d"], eps: float = 1e-5) -> Float[Tensor, "*n d"]:
-    """Divide by the root mean square of the last dim, times ``gain`` (arXiv:1910.07467). Pure, differentiable."""
+    """Divide by the root mean square of the last dim, times ``gain`` (arXiv:1910.07467)."""
     return F.rms_norm(x, (x.shape[-1],), local(gain), eps)
 
 
@@ -142,7 +142,7 @@ def transformer_block(
     wrap: Callable[[str, Callable], Callable] = lambda name, fn: fn,
     **moe_options: Any,
 ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
-    """Add attention, then a feed-forward or a Mixture of Experts, each with its norms, to the residual stream.
+    """Add attention, then a feed-forward or a Mixture of Experts, each with its norms, to what came in.
 
     Pure and differentiable. Collective as :func:`moekit.moe` is, where the block has experts.
 
@@ -266,7 +266,7 @@ def forward(
         When a token id is out of range (on CUDA: a device assertion), the sequence is longer than the RoPE
         table, or the biases do not fit.
     """
-    _check_tokens(tokens, config.vocab_size)
+    _check_tokens("forward", tokens, config.vocab_size)
     if biases is not None and biases.shape != (config.n_moe_layers, config.n_experts):
         raise ValueError(
             f"forward needs biases ({config.n_moe_layers}, {config.n_experts}), got {tuple(biases.shape)}"
@@ -357,6 +357,7 @@ def next_token_loss(
             "next_token_loss needs the totals of the global batch, got None; "
             "call batch = moekit.count_tokens(batch, mesh=mesh) first"
         )
+    _check_tokens("next_token_loss", batch.targets, config.vocab_size)
     hidden, routings = forward(
         params,
         batch.tokens,
@@ -401,14 +402,14 @@ def next_token_loss(
     return loss + config.balance_weight * balancing + config.router_z_weight * router_z, stats
 
 
-def _check_tokens(tokens: Tensor, vocab_size: int) -> None:
+def _check_tokens(who: str, tokens: Tensor, vocab_size: int) -> None:
     if tokens.is_meta or not tokens.numel():
         return
     if tokens.device.type != "cpu":  # no host sync: the device checks
         torch._assert_async(
-            ((tokens >= 0) & (tokens < vocab_size)).all(), f"token id outside [0, {vocab_size})"
+            ((tokens >= 0) & (tokens < vocab_size)).all(), f"{who}: token id outside [0, {vocab_size})"
         )
         return
     low, high = tokens.aminmax()
     if low < 0 or high >= vocab_size:
-        raise ValueError(f"forward needs token ids in [0, {vocab_size}), got [{int(low)}, {int(high)}]")
+        raise ValueError(f"{who} needs token ids in [0, {vocab_size}), got [{int(low)}, {int(high)}]")

@@ -1,0 +1,75 @@
+"""Sample from a model."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from tensordict import TensorDict
+from torch import Tensor
+
+from moekit._random import fold_in, uniform
+from moekit.config import ModelConfig
+from moekit.model import logits
+
+
+@torch.no_grad()
+def generate(
+    params: TensorDict,
+    prompt: Int[Tensor, "b s"],
+    n_tokens: int,
+    *,
+    config: ModelConfig,
+    key: Int[Tensor, ""],
+    temperature: float = 1.0,
+    window: int | None = None,
+    **options: Any,
+) -> Int[Tensor, "b n"]:
+    """Continue each prompt by ``n_tokens`` tokens, drawn from the model's distribution.
+
+    The whole window is computed anew for each token (no cache): for samples of a run, not for serving. Collective over
+    the mesh as :func:`moekit.model.forward` is; with the same prompts and key, ranks draw the same tokens.
+
+    Parameters
+    ----------
+    params : TensorDict
+        From :func:`moekit.init_params`.
+    prompt : Int[Tensor, "b s"]
+        At least one token each.
+    n_tokens : int
+        To draw.
+    config : ModelConfig
+        The model.
+    key : Int[Tensor, ""]
+        See :func:`moekit.make_key`.
+    temperature : float
+        0 takes the most likely token.
+    window : int, optional
+        Positions the model sees; by default ``config.max_seq_len``.
+    **options
+        As for :func:`moekit.model.forward`.
+
+    Returns
+    -------
+    Int[Tensor, "b n"]
+        The new tokens, without the prompt.
+
+    Raises
+    ------
+    ValueError
+        When a prompt is empty or the temperature negative.
+    """
+    if not prompt.shape[1] or temperature < 0:
+        raise ValueError(
+            f"generate needs prompts of a token or more and temperature >= 0, got {tuple(prompt.shape)}, {temperature=}"
+        )
+    window = config.max_seq_len if window is None else window
+    tokens = prompt
+    for i in range(n_tokens):
+        last = logits(params, tokens[:, -window:], config=config, **options)[:, -1]
+        if temperature > 0:
+            # The largest of logits plus Gumbel noise is a draw from their softmax.
+            index = torch.arange(last.numel(), device=last.device).view(last.shape)
+            noise = uniform(fold_in(key, i), index).clamp_min(2.0**-25)
+            last = last / temperature - (-noise.log()).log()
+        tokens = torch.cat([tokens, last.argmax(-1, keepdim=True)], 1)
+    return tokens[:, prompt.shape[1] :]

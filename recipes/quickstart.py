@@ -1,0 +1,145 @@
+"""Train a byte-level Mixture-of-Experts on the standard library of this Python, then let it write.
+
+    python recipes/quickstart.py
+    python recipes/quickstart.py --resume
+    torchrun --nproc-per-node 4 recipes/quickstart.py --ep 2
+
+The loss of every step is the same on any number of ranks. Expect about 2.3 bits per byte on held-out files after five
+minutes on two CPU cores, where a 3-gram model has 3.5.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import tyro
+from tqdm import tqdm
+
+import moekit as mk
+from moekit import checkpoint, corpora, data, tracking
+from moekit.mesh import data_rank
+
+# --- Config ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything this run depends on; logged whole."""
+
+    n_steps: int = 900
+    batch_size: int = 16  # sequences of the global batch
+    seq_len: int = 256  # bytes
+    n_microbatches: int = 1  # slices of a rank's part of the batch, one after the other
+    lr: float = 4e-3  # at its peak
+    warmup_steps: int = 50
+    weight_decay: float = 0.1
+    max_norm: float = 1.0  # of the whole gradient
+    bias_rate: float = 1e-3  # step of the balancing bias, in router scores
+    seed: int = 0
+    ep: int = 1  # ranks that share one copy of the experts
+    text: str | None = None  # a folder of text files; by default the standard library
+    folder: Path = Path("runs/quickstart")
+    resume: bool = False  # continue from the newest checkpoint in the folder
+    log_every: int = 10  # steps
+    save_every: int = 200  # steps
+    sample_bytes: int = 300  # written at the end
+
+
+cfg = tyro.cli(Config, description=__doc__)
+model = mk.ModelConfig(
+    vocab_size=257, d_model=128, n_layers=4, n_dense_layers=1, d_dense=512, n_heads=4, n_kv_heads=2, d_head=32,
+    n_experts=16, top_k=2, d_expert=192, d_shared=192, max_seq_len=cfg.seq_len, rope_base=1e4,
+    balance_weight=0.01, router_z_weight=1e-4, head_z_weight=1e-4,
+)  # fmt: skip
+
+# --- Mesh -----------------------------------------------------------------------------
+
+mesh = mk.make_mesh(ep=cfg.ep, n_experts=model.n_experts)  # None in a process that was started alone
+rank, _ = data_rank(mesh)
+device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+# --- Parameters, data, optimizer ------------------------------------------------------
+
+params = mk.init_params(model, seed=cfg.seed, dtype=dtype, device=device, mesh=mesh)
+biases = torch.zeros(model.n_moe_layers, model.n_experts, device=device)
+
+tokenizer = corpora.byte_tokenizer()
+files = corpora.standard_library() if cfg.text is None else corpora.text_files(cfg.text)
+train_files, held_out_files = corpora.split_files(files)
+train, held_out = (corpora.corpus_of_text(part, tokenizer) for part in (train_files, held_out_files))
+loader = data.Loader(data.pack(train, cfg.seq_len), cfg.batch_size, seed=cfg.seed, mesh=mesh)
+
+lr = mk.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=cfg.n_steps, floor=cfg.lr / 10)
+optimizer = mk.chain(mk.clip_by_global_norm(cfg.max_norm), mk.adamw(lr, weight_decay=cfg.weight_decay))
+optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
+state = optimizer.init(params)
+
+# --- One step -------------------------------------------------------------------------
+
+loss_fn = partial(mk.next_token_loss, config=model, mesh=mesh)
+grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches)
+
+
+def train_step(params, state, biases, batch):
+    """Return the next parameters, optimizer state and biases, and the statistics of the global batch."""
+    batch = mk.count_tokens(batch, mesh=mesh)
+    (_, stats), grads = grad_fn(params, batch, biases=biases)
+    params, state = optimizer.update(grads, state, params)
+    stats = mk.sum_over_ranks(stats, mesh=mesh)
+    return params, state, mk.next_bias(biases, stats["counts"], rate=cfg.bias_rate), stats
+
+
+@torch.no_grad()
+def bits_per_byte(corpus):
+    """Return the mean loss over a corpus, in bits."""
+    nats, n_targets = 0.0, 0
+    for batch in data.Loader(data.pack(corpus, cfg.seq_len), 64, shuffle=False, epochs=1, mesh=mesh):
+        batch = mk.count_tokens(batch.to(device), mesh=mesh)
+        stats = mk.sum_over_ranks(loss_fn(params, batch, biases=biases)[1], mesh=mesh)
+        nats += stats["cross_entropy"].item() * batch.n_targets.item()
+        n_targets += batch.n_targets.item()
+    return nats / n_targets / math.log(2)
+
+
+# --- Train ----------------------------------------------------------------------------
+
+start, run_id = 0, None
+if cfg.resume:
+    saved = checkpoint.load(checkpoint.latest(cfg.folder), dict(params=params, state=state, biases=biases), mesh=mesh)
+    loader.load_state_dict(saved["data"])
+    start, run_id = saved["step"], saved["run_id"]
+run = tracking.start_run(cfg, project="moekit-quickstart", folder=cfg.folder, run_id=run_id, rank=rank)
+
+bar = tqdm(range(start, cfg.n_steps), initial=start, total=cfg.n_steps, disable=rank > 0, smoothing=0.05)
+for step in bar:
+    began = time.perf_counter()
+    params, state, biases, stats = train_step(params, state, biases, next(loader).to(device))
+    if step % cfg.log_every == 0 or step == cfg.n_steps - 1:
+        loss = stats["cross_entropy"].item()
+        figures = dict(loss=loss, bits_per_byte=loss / math.log(2), grad_norm=state["inner", "0", "norm"].item())
+        figures["tokens_per_second"] = cfg.batch_size * cfg.seq_len / (time.perf_counter() - began)
+        run.log(figures | tracking.load_figures(stats["counts"]), step=step)
+        if rank == 0:
+            bar.write(f"step {step:5d}  loss {loss:.6f}")
+            bar.set_postfix(bpb=f"{loss / math.log(2):.3f}", tok_s=f"{figures['tokens_per_second']:.0f}")
+    if (step + 1) % cfg.save_every == 0 or step == cfg.n_steps - 1:
+        tree = dict(params=params, state=state, biases=biases)
+        values = dict(data=loader.state_dict(), step=step + 1, run_id=run.id)
+        checkpoint.save(cfg.folder / f"step-{step + 1:06d}", tree | values, mesh=mesh)
+
+# --- What it learnt -------------------------------------------------------------------
+
+bpb = bits_per_byte(held_out)
+prompt = torch.tensor([tokenizer.encode("def ")], device=device)
+new = mk.generate(params, prompt, cfg.sample_bytes, config=model, key=mk.make_key(cfg.seed, device), temperature=0.7,
+                  biases=biases, mesh=mesh)  # fmt: skip
+if rank == 0:
+    trigram = corpora.trigram_bits_per_byte(train_files.values(), held_out_files.values())
+    run.log(dict(held_out_bits_per_byte=bpb, trigram_bits_per_byte=trigram))
+    print(f"held-out bits per byte: model {bpb:.3f}, 3-gram {trigram:.3f}")
+    print("def " + tokenizer.decode(new[0].tolist()))
+run.finish()
