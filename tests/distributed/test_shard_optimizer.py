@@ -467,16 +467,14 @@ def wrong_calls():
         "got (3, 4) for w, which has (4, 3)": lambda: update(
             grads(w=placed(torch.ones(3, 4), dp, Partial()))
         ),
-        "(summed) for w, which is (Replicate(),)": lambda: update(
+        "(Shard(dim=0),) (summed), on the parameter's mesh, got (Replicate(),)": lambda: update(
             grads(w=placed(torch.ones(4, 3), dp, Replicate()))
         ),
         "got (Partial(sum),) on axes ('alone',)": lambda: update(
             grads(w=placed(torch.ones(4, 3), alone, Partial()))
         ),
         "got (Partial(avg),)": lambda: update(grads(w=placed(torch.ones(4, 3), dp, Partial("avg")))),
-        "for w, which is (Replicate(),) on axes ('dp',) of ranks [0, 1], got a plain tensor": lambda: update(
-            grads(w=torch.ones(4, 3))
-        ),
+        "(summed), on the parameter's mesh, got a plain tensor": lambda: update(grads(w=torch.ones(4, 3))),
         "needs DTensors on a mesh, got a plain tensor for w": lambda: optimizer.init(
             tree({"w": torch.ones(2)})
         ),
@@ -494,6 +492,10 @@ def wrong_calls():
         ),
         "gradients placed like the parameters": lambda: adamw(1e-2).update(
             grads(), adamw(1e-2).init(good), good
+        ),
+        "mesh, got (Replicate(),)": lambda: shards.on_grad("w", good["w"]),
+        "mesh, got (Partial(avg),)": lambda: shards.on_grad(
+            "w", placed(torch.ones(4, 3), dp, Partial("avg"))
         ),
         "a plain tensor for y": lambda: shards.on_grad("y", torch.ones(2)),
     }
