@@ -97,7 +97,7 @@ def test_an_exception_names_its_rank_and_the_pool_recovers():
         if dist.get_rank() == 1:
             raise KeyError("the needle")
 
-    with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2 failed.*in fn.*the needle"):
+    with pytest.raises(RuntimeError, match=r"(?s)rank 1 of 2 failed.*in fn\n +raise KeyError.*the needle"):
         ranks(2)(fn)
     assert ranks(2)(dist.get_rank) == [0, 1]
 
