@@ -39,8 +39,8 @@ def expert_forward(
         Between the two GEMMs.
     kernels : {"auto", "torch", "loop"}
         ``"torch"`` is ``torch.nn.functional.grouped_mm``; ``"loop"`` the plain loop over experts that defines
-        the result, which reads the offsets on the host. ``"auto"`` is ``"torch"``, but for float64, which
-        only the loop has.
+        the result, which reads the offsets on the host. ``"torch"`` needs ``d`` and ``h`` to be multiples of
+        16 bytes. ``"auto"`` is ``"torch"``, but for float64, which only the loop has.
 
     Returns
     -------
@@ -61,6 +61,8 @@ def expert_forward(
             "expert_forward needs gate_up (e, d, 2h), down (e, h, d), rows (r, d), offsets (e,), got "
             f"{tuple(gate_up.shape)}, {tuple(down.shape)}, {tuple(rows.shape)}, {tuple(offsets.shape)}"
         )
+    if offsets.dtype != torch.int32:
+        raise ValueError(f"expert_forward needs int32 offsets, got {offsets.dtype}; pass offsets.int()")
     if not rows.dtype == gate_up.dtype == down.dtype:
         raise ValueError(
             f"expert_forward needs one dtype, got {rows.dtype}, {gate_up.dtype} and {down.dtype}"
@@ -69,8 +71,29 @@ def expert_forward(
         kernels = "loop" if rows.dtype == torch.float64 else "torch"
     if kernels not in ("torch", "loop"):
         raise ValueError(f"expert_forward needs kernels 'auto', 'torch' or 'loop', got {kernels!r}")
-    grouped_mm = F.grouped_mm if kernels == "torch" else _loop_mm
-    return grouped_mm(swiglu(grouped_mm(rows, gate_up, offs=offsets)), down, offs=offsets)
+    if kernels == "loop":
+        return _loop_mm(swiglu(_loop_mm(rows, gate_up, offs=offsets)), down, offs=offsets)
+    if rows.dtype == torch.float64:
+        raise ValueError("expert_forward needs kernels='loop' for float64, got kernels='torch'")
+    if d * rows.element_size() % 16 or h2 // 2 * rows.element_size() % 16:
+        raise ValueError(
+            f"expert_forward needs d and h to be multiples of {16 // rows.element_size()} in {rows.dtype} "
+            f"(16 bytes), got d={d}, h={h2 // 2}; choose such sizes or pass kernels='loop'"
+        )
+    hidden = swiglu(F.grouped_mm(rows, gate_up, offs=offsets))
+    return _ContiguousGrad.apply(F.grouped_mm(hidden, down, offs=offsets))
+
+
+class _ContiguousGrad(torch.autograd.Function):
+    """The identity; ``grouped_mm`` refuses the expanded gradient of a plain sum."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.contiguous()
 
 
 def swiglu(x: Float[Tensor, "*n h2"]) -> Float[Tensor, "*n h"]:

@@ -3,6 +3,7 @@
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 2**27  # logits held at once: 512 MiB in float32
 
@@ -67,7 +68,7 @@ class _CrossEntropy(torch.autograd.Function):
         grad_head = torch.zeros_like(head, dtype=acc) if needs_head else None
         n = max(CHUNK_ELEMENTS // head.shape[1], 1)
         for i in range(0, len(hidden), n):
-            h, y, w = hidden[i : i + n], targets[i : i + n, None], weights[i : i + n]
+            h, y, w = hidden[i : i + n], targets[i : i + n, None], weights[i : i + n].to(acc)
             logits = (h @ head).to(acc)
             lse = logits.logsumexp(-1)
             ce += (w * (lse - logits.gather(1, y)[:, 0])).sum()
@@ -87,6 +88,7 @@ class _CrossEntropy(torch.autograd.Function):
         return ce + z_weight * z, ce, z
 
     @staticmethod
+    @once_differentiable  # the saved gradients are constants
     def backward(ctx, grad, *_):
         grad_hidden, grad_head = ctx.saved_tensors
         if grad_hidden is not None:

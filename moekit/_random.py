@@ -17,12 +17,14 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def make_key(seed: int, device: str | torch.device | None = None) -> Int[Tensor, ""]:
-    """Return a key, a 0-d int64 tensor, for ``seed``."""
+    """Return a key, a 0-d int64 tensor, for ``seed``, any integer."""
+    seed = (seed + 2**63) % 2**64 - 2**63
     return _mix(torch.tensor(seed, dtype=torch.int64, device=device))
 
 
 def fold_in(key: Int[Tensor, ""], data: int | Int[Tensor, ""]) -> Int[Tensor, ""]:
     """Return a new key made of ``key`` and an integer such as the step or the layer; no host sync."""
+    data = data if isinstance(data, Tensor) else torch.full_like(key, data)  # tensors wrap, ints overflow
     return _mix(key + (data + 1) * -0x61C8864680B583EB)
 
 

@@ -102,7 +102,7 @@ def route(
     DeepSeek-AI, DeepSeek-V3, 2024 (bias, groups). https://arxiv.org/abs/2412.19437
     """
     n_experts = router.shape[-1]
-    if router.shape[0] != x.shape[-1]:
+    if router.ndim != 2 or x.ndim != 2 or router.shape[0] != x.shape[-1]:
         raise ValueError(
             f"route needs router (d, E) for tokens (t, d), got {tuple(router.shape)}, {tuple(x.shape)}"
         )
@@ -129,6 +129,8 @@ def route(
             raise ValueError(f"route needs a key for {assignment=}, got None; pass key=moekit.make_key(seed)")
         if token_ids is None:
             token_ids = torch.arange(len(x), device=x.device)
+        if token_ids.shape != (len(x),):
+            raise ValueError(f"route needs an id for each of {len(x)} tokens, got {tuple(token_ids.shape)}")
         experts = torch.arange(n_experts, device=x.device)
         if assignment == "random":
             expert_ids = uniform(key, token_ids[:, None] * n_experts + experts).topk(top_k, dim=-1).indices

@@ -45,6 +45,8 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
     ------
     ValueError
         When the loss is not a 0-d tensor, or a parameter is reached by no gradient (each is named).
+    TypeError
+        When a parameter is not of a floating-point dtype.
     """
 
     def run(params: TensorDict, *args: Any, on_grad: OnGrad | None = None, **kwargs: Any):
@@ -57,6 +59,8 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
             grads[name] = grad if on_grad is None else on_grad(name, grad)
 
         def fresh(name: str, p: Tensor) -> Tensor:
+            if not p.is_floating_point():
+                raise TypeError(f"value_and_grad needs floating-point parameters, got {p.dtype} for {name}")
             leaf = p.detach().requires_grad_()  # an alias: the caller's tensor gets no grad and no hook
             leaf.register_post_accumulate_grad_hook(functools.partial(ready, name))
             leaves[name] = leaf
@@ -64,10 +68,18 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
 
         with torch.enable_grad():
             out = loss_fn(map_named(fresh, params), *args, **kwargs)
+            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+                raise ValueError(
+                    "value_and_grad(has_aux=True) needs loss_fn to return (loss, aux), "
+                    f"got {type(out).__name__}"
+                )
             loss, aux = out if has_aux else (out, None)
         if not isinstance(loss, Tensor) or loss.ndim:
             what = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"value_and_grad needs loss_fn to return a 0-d tensor, got {what}")
+            raise ValueError(
+                f"value_and_grad needs loss_fn to return a 0-d tensor, got {what}; "
+                "for (loss, aux) pass has_aux=True"
+            )
         if loss.requires_grad:
             torch.autograd.backward(loss, inputs=list(leaves.values()))
         if missing := [name for name in leaves if name not in grads]:
@@ -108,7 +120,8 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
     Raises
     ------
     ValueError
-        When ``n_microbatches`` is below 1 or does not divide.
+        When ``n_microbatches`` is below 1 or does not divide, or a buffer of ``into`` has another shape or
+        dtype than its gradient's sum.
     """
     if n_microbatches < 1:
         raise ValueError(f"accumulate needs n_microbatches >= 1, got {n_microbatches}")
@@ -128,7 +141,7 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
             if name in sums:
                 _plain(sums[name]).add_(_plain(new))
             elif name in buffers:
-                sums[name] = buffers[name]
+                sums[name] = _checked_buffer(name, buffers[name], new)
                 _plain(sums[name]).copy_(_plain(new))
             else:
                 sums[name] = _at_least_float32(new)
@@ -254,6 +267,16 @@ def _checkpointed(fn: Callable) -> Callable:
         )
 
     return run
+
+
+def _checked_buffer(name: str, buffer: Tensor, grad: Tensor) -> Tensor:
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    if buffer.dtype != dtype or _plain(buffer).shape != _plain(grad).shape:
+        raise ValueError(
+            f"accumulate needs a {dtype} buffer {tuple(grad.shape)} for {name}, "
+            f"got {buffer.dtype} {tuple(buffer.shape)}; pass what an earlier call returned"
+        )
+    return buffer
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ def load_balancing_loss(
     if population == "document":
         assert documents is not None
         of = documents.clamp_min(0)  # padding is masked, and may carry -1
+        torch._assert_async((of < len(p)).all(), "load_balancing_loss needs documents in [0, t)")
         rows = keep[:, None].expand(-1, top_k).long()
         counts = torch.zeros(len(p), n_experts, dtype=torch.int64, device=p.device)
         counts.view(-1).scatter_add_(

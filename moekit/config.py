@@ -81,6 +81,18 @@ class ModelConfig:
         if self.n_dense_layers < self.n_layers and self.top_k > self.n_experts:
             raise ValueError(f"ModelConfig needs top_k <= n_experts, got {self.top_k} of {self.n_experts}")
 
+        if self.n_dense_layers < self.n_layers and (
+            self.n_groups < 1
+            or self.n_experts % self.n_groups
+            or not 1 <= self.top_groups <= self.n_groups
+            or self.top_k > self.n_experts // self.n_groups * self.top_groups
+        ):
+            raise ValueError(
+                "ModelConfig needs n_groups to divide n_experts, 1 <= top_groups <= n_groups and top_k "
+                f"experts in them, got n_experts={self.n_experts}, n_groups={self.n_groups}, "
+                f"top_groups={self.top_groups}, top_k={self.top_k}"
+            )
+
     def is_moe(self, layer: int) -> bool:
         """Whether layer ``layer`` has experts."""
         return layer >= self.n_dense_layers

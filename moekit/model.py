@@ -266,7 +266,7 @@ def forward(
         When a token id is out of range (on CUDA: a device assertion), the sequence is longer than the RoPE
         table, or the biases do not fit.
     """
-    _check_tokens(tokens, config.vocab_size)
+    _check_tokens("forward", tokens, config.vocab_size)
     if biases is not None and biases.shape != (config.n_moe_layers, config.n_experts):
         raise ValueError(
             f"forward needs biases ({config.n_moe_layers}, {config.n_experts}), got {tuple(biases.shape)}"
@@ -357,6 +357,7 @@ def next_token_loss(
             "next_token_loss needs the totals of the global batch, got None; "
             "call batch = moekit.count_tokens(batch, mesh=mesh) first"
         )
+    _check_tokens("next_token_loss", batch.targets, config.vocab_size)
     hidden, routings = forward(
         params,
         batch.tokens,
@@ -401,14 +402,14 @@ def next_token_loss(
     return loss + config.balance_weight * balancing + config.router_z_weight * router_z, stats
 
 
-def _check_tokens(tokens: Tensor, vocab_size: int) -> None:
+def _check_tokens(who: str, tokens: Tensor, vocab_size: int) -> None:
     if tokens.is_meta or not tokens.numel():
         return
     if tokens.device.type != "cpu":  # no host sync: the device checks
         torch._assert_async(
-            ((tokens >= 0) & (tokens < vocab_size)).all(), f"token id outside [0, {vocab_size})"
+            ((tokens >= 0) & (tokens < vocab_size)).all(), f"{who}: token id outside [0, {vocab_size})"
         )
         return
     low, high = tokens.aminmax()
     if low < 0 or high >= vocab_size:
-        raise ValueError(f"forward needs token ids in [0, {vocab_size}), got [{int(low)}, {int(high)}]")
+        raise ValueError(f"{who} needs token ids in [0, {vocab_size}), got [{int(low)}, {int(high)}]")

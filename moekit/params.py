@@ -91,8 +91,10 @@ def init_params(
     Raises
     ------
     ValueError
-        When the ep axis does not divide ``n_experts``.
+        When the ep axis does not divide ``n_experts``, or ``dtype`` is no floating-point type.
     """
+    if not dtype.is_floating_point:
+        raise ValueError(f"init_params needs a floating-point dtype, got {dtype}")
     device = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
     params = {}
     for name, shape in param_shapes(config).items():

@@ -29,11 +29,11 @@ from moekit.mesh import data_rank
 class Config:
     """Everything this run depends on; logged whole."""
 
-    n_steps: int = 600
-    batch_size: int = 32  # sequences of the global batch
+    n_steps: int = 900
+    batch_size: int = 16  # sequences of the global batch
     seq_len: int = 256  # bytes
     n_microbatches: int = 1  # slices of a rank's part of the batch, one after the other
-    lr: float = 3e-3  # at its peak
+    lr: float = 4e-3  # at its peak
     warmup_steps: int = 50
     weight_decay: float = 0.1
     max_norm: float = 1.0  # of the whole gradient
@@ -50,8 +50,8 @@ class Config:
 
 cfg = tyro.cli(Config, description=__doc__)
 model = mk.ModelConfig(
-    vocab_size=257, d_model=192, n_layers=4, n_dense_layers=1, d_dense=768, n_heads=6, n_kv_heads=2, d_head=32,
-    n_experts=8, top_k=2, d_expert=256, d_shared=256, max_seq_len=cfg.seq_len, rope_base=1e4,
+    vocab_size=257, d_model=128, n_layers=4, n_dense_layers=1, d_dense=512, n_heads=4, n_kv_heads=2, d_head=32,
+    n_experts=16, top_k=2, d_expert=192, d_shared=192, max_seq_len=cfg.seq_len, rope_base=1e4,
     balance_weight=0.01, router_z_weight=1e-4, head_z_weight=1e-4,
 )  # fmt: skip
 

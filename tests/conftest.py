@@ -13,6 +13,7 @@ sys.path.insert(0, STARTUP)
 os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (STARTUP, os.environ.get("PYTHONPATH")) if p)
 import checked_shapes  # noqa: F401
 import hypothesis
+import jaxtyping
 import pytest
 import torch
 
@@ -29,3 +30,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_cuda)
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Run moekit as a user does, without shape checks, so that its own errors are seen."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

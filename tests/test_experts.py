@@ -1,0 +1,150 @@
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from reference import close, draw, feed_forward, refuses, with_grads
+
+import moekit as mk
+from moekit._experts import swiglu
+from moekit.testing import check_kernel
+
+D, H = 8, 12
+KERNELS = pytest.mark.parametrize(
+    ("kernels", "dtype", "tol"), [("loop", torch.float64, 1e-12), ("torch", torch.float32, 1e-5)]
+)
+
+
+def experts(e, dtype=torch.float64):
+    return {"gate_up": draw(e, D, 2 * H, seed=1).to(dtype), "down": draw(e, H, D, seed=2).to(dtype)}
+
+
+def ends(*sizes):
+    return torch.tensor(sizes).cumsum(0).int()
+
+
+def run(sizes, kernels="auto", dtype=torch.float64, rows=None, fn=mk.expert_forward):
+    """Return rows and the gradients of gate_up, down and rows."""
+    params = experts(len(sizes), dtype)
+    rows = draw(sum(sizes), D).to(dtype) if rows is None else rows
+    options = {"kernels": kernels} if fn is mk.expert_forward else {}
+    return with_grads(
+        lambda gate_up, down, rows: fn({"gate_up": gate_up, "down": down}, rows, ends(*sizes), **options),
+        *params.values(),
+        rows,
+    )
+
+
+def plain(params, rows, offsets):
+    expert_of = torch.bucketize(torch.arange(len(rows)), offsets, right=True)
+    out = [
+        feed_forward(params["gate_up"][e], params["down"][e], x) for e, x in zip(expert_of, rows, strict=True)
+    ]
+    return torch.stack(out) if out else rows
+
+
+@KERNELS
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+def test_output_and_gradients_are_those_of_each_row_through_its_expert(kernels, dtype, tol, sizes):
+    got, want = run(sizes, kernels, dtype), run(sizes, fn=plain)
+    scale = max(1.0, *(w.abs().max().item() for w in want if w.numel()))
+    close([x / scale for x in got], [x.to(dtype) / scale for x in want], tol)
+
+
+@KERNELS
+def test_an_expert_without_rows_gets_a_zero_gradient(kernels, dtype, tol):
+    _, gate_up, down, _ = run([3, 0, 2, 0], kernels, dtype)
+    for grad in (gate_up, down):
+        assert [bool(g.any()) for g in grad] == [True, False, True, False] and bool(grad.isfinite().all())
+
+
+@KERNELS
+def test_no_rows_at_all_give_none_and_zero_gradients(kernels, dtype, tol):
+    out, gate_up, down, rows = run([0, 0], kernels, dtype)
+    assert out.shape == rows.shape == (0, D) and not gate_up.any() and not down.any()
+
+
+@KERNELS
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+def test_rows_beyond_the_last_offset_reach_no_valid_row_and_no_gradient(kernels, dtype, tol, garbage):
+    sizes, valid = [3, 0, 2], 5
+    rows = draw(valid + 4, D).to(dtype)
+    rows[valid:] = garbage
+
+    def first(params, rows, offsets):
+        return mk.expert_forward(params, rows, offsets, kernels=kernels)[:valid]
+
+    clean = run(sizes, rows=rows[:valid], dtype=dtype, fn=first)
+    out, gate_up, down, grad = run(sizes, rows=rows, dtype=dtype, fn=first)
+    close([out, gate_up, down, grad[:valid]], clean, tol)
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+@KERNELS
+def test_gradients_of_rows_beyond_the_last_offset_reach_no_weight(kernels, dtype, tol, garbage):
+    params = {name: w.requires_grad_() for name, w in experts(2, dtype).items()}
+    rows = draw(7, D).to(dtype).requires_grad_()
+    out = mk.expert_forward(params, rows, ends(2, 3), kernels=kernels)
+    grad = draw(7, D, seed=3).to(dtype)
+    leaves = [*params.values(), rows]
+    clean = torch.autograd.grad(out, leaves, grad.index_fill(0, torch.arange(5, 7), 0), retain_graph=True)
+    dirty = torch.autograd.grad(out, leaves, grad.index_fill(0, torch.arange(5, 7), garbage))
+    close([g[:5] if g.ndim == 2 else g for g in dirty], [g[:5] if g.ndim == 2 else g for g in clean], tol)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [
+        ("auto", torch.float64),
+        ("auto", torch.float32),
+        ("auto", torch.bfloat16),
+        ("loop", torch.float32),
+        ("loop", torch.bfloat16),
+    ],
+)
+def test_every_kernel_keeps_the_contract(kernels, dtype):
+    table = check_kernel(lambda *args: mk.expert_forward(*args, kernels=kernels), dtype=dtype)
+    assert "garbage after the end" in table
+
+
+def test_a_plain_sum_of_the_result_has_a_gradient():
+    params = {name: w.float().requires_grad_() for name, w in experts(2).items()}
+    rows = draw(5, D, dtype=torch.float32)
+    sums, loops = (mk.expert_forward(params, rows, ends(2, 3), kernels=k).sum() for k in ("torch", "loop"))
+    leaves = list(params.values())
+    close(torch.autograd.grad(sums, leaves), torch.autograd.grad(loops, leaves), 1e-4)
+
+
+def test_swiglu_gates_the_second_half_with_the_first():
+    x = torch.tensor([[0.0, 1.0, 3.0, 5.0]])
+    close(swiglu(x), torch.tensor([[0.0, 5.0 / (1 + torch.tensor(-1.0).exp().item())]]), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(activation="gelu"), "expert_forward needs activation 'swiglu', got 'gelu'"),
+        (dict(kernels="cuda"), "expert_forward needs kernels 'auto', 'torch' or 'loop', got 'cuda'"),
+        (dict(rows=draw(5, 9)), "rows (r, d), offsets (e,), got (2, 8, 24), (2, 12, 8), (5, 9), (2,)"),
+        (dict(offsets=ends(5)), "rows (r, d), offsets (e,), got (2, 8, 24), (2, 12, 8), (5, 8), (1,)"),
+        (
+            dict(offsets=ends(2, 3).long()),
+            "expert_forward needs int32 offsets, got torch.int64; pass offsets.int()",
+        ),
+        (
+            dict(experts={**experts(2), "down": draw(2, H + 1, D)}),
+            "needs gate_up (e, d, 2h), down (e, h, d), rows (r, d), offsets (e,), got (2, 8, 24), (2, 13, 8)",
+        ),
+        (
+            dict(rows=draw(5, D).float()),
+            "expert_forward needs one dtype, got torch.float32, torch.float64 and torch.float64",
+        ),
+        (dict(kernels="torch"), "expert_forward needs kernels='loop' for float64, got kernels='torch'"),
+        (
+            dict(rows=draw(5, D).bfloat16(), experts=experts(2, torch.bfloat16)),
+            "d and h to be multiples of 8 in torch.bfloat16 (16 bytes), got d=8, h=12; choose such sizes or",
+        ),
+    ],
+)
+def test_bad_input_is_refused(unchecked, changes, message):
+    with refuses(message):
+        mk.expert_forward(**dict(experts=experts(2), rows=draw(5, D), offsets=ends(2, 3)) | changes)

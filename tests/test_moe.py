@@ -1,0 +1,126 @@
+import pytest
+import torch
+from reference import (
+    close,
+    draw,
+    feed_forward as plain_feed_forward,
+    moe as plain_moe,
+    named_grads,
+    with_grads,
+)
+from tensordict import TensorDict
+
+import moekit as mk
+from moekit._moe import feed_forward
+
+E, D, H = 6, 8, 8
+KEY = mk.make_key(1)
+
+
+def layer(dtype=torch.float64, shared=True):
+    tree = {
+        "router": draw(D, E, seed=1),
+        "experts": {"gate_up": draw(E, D, 2 * H, seed=2), "down": draw(E, H, D, seed=3)},
+    }
+    if shared:
+        tree["shared"] = {"gate_up": draw(D, 4 * H, seed=4), "down": draw(2 * H, D, seed=5)}
+    params = TensorDict(tree).apply(lambda x: x.to(dtype))
+    return params.set("router", tree["router"].to(torch.promote_types(dtype, torch.float32)))
+
+
+def run(fn, params, x, **options):
+    """Return the output, and the gradients of the parameters and of the tokens by name."""
+    projection = draw(*x.shape, seed=9).to(x.dtype)
+    grads = named_grads(
+        lambda p: (fn(p, p["x"], **options)[0] * projection).sum(), params.copy().set("x", x)
+    )[1]
+    return fn(params, x, **options)[0], grads
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "routed alone"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(top_k=1, normalize="none"),
+        dict(top_k=2, scale=4.0),
+        dict(top_k=3, score="sigmoid", bias=draw(E, seed=6)),
+        dict(top_k=2, n_groups=3, top_groups=2),
+        dict(top_k=E, score="sigmoid", normalize="none", scale=0.5),
+    ],
+    ids=lambda options: "-".join(map(str, options)),
+)
+def test_output_and_gradients_are_those_of_every_token_through_its_experts(options, shared):
+    params, x = layer(shared=shared), draw(7, D)
+    close(run(mk.moe, params, x, **options), run(plain_moe, params, x, **options))
+
+
+@pytest.mark.parametrize("assignment", ["random", "uniform"])
+def test_an_assignment_by_key_decides_the_experts_and_the_router_still_learns(assignment):
+    params, x, options = layer(), draw(7, D), dict(top_k=2, assignment=assignment, key=KEY)
+    ids = mk.route(params["router"], x, **options).expert_ids
+    got = run(mk.moe, params, x, **options)
+    close(got, run(plain_moe, params, x, top_k=2, ids=ids))
+    assert got[1]["router"].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_lower_precisions_agree_with_float64(dtype, tol):
+    rounded = layer(dtype)
+    exact, x = rounded.apply(lambda p: p.double()), draw(7, D).to(dtype)
+    ids = mk.route(exact["router"], x.double(), top_k=2).expert_ids
+    y, grads = run(mk.moe, rounded, x, top_k=2)
+    want_y, want = run(plain_moe, exact, x.double(), top_k=2, ids=ids)
+    assert y.dtype == dtype and grads["router"].dtype == torch.float32
+    for name, got, ref in [("y", y, want_y), *((name, grads[name], want[name]) for name in want)]:
+        assert (got.double() - ref).norm() <= tol * ref.norm(), name
+
+
+def test_an_expert_that_receives_no_token_gets_a_zero_gradient_and_changes_nothing():
+    params, x = layer(), draw(7, D)
+    bias = torch.zeros(E).index_fill(0, torch.tensor(2), -10)
+    y, grads = run(mk.moe, params, x, top_k=2, bias=bias)
+    assert mk.moe(params, x, top_k=2, bias=bias)[1].counts[2] == 0
+    for name in ("gate_up", "down"):
+        grad = grads[f"experts.{name}"]
+        assert not grad[2].any() and bool(grad[[0, 1, 3, 4, 5]].isfinite().all()) and bool(grad.any())
+        params["experts"][name][2] = torch.nan
+    assert torch.equal(mk.moe(params, x, top_k=2, bias=bias)[0], y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_no_tokens_give_no_output_and_zero_gradients(dtype):
+    y, grads = run(mk.moe, layer(dtype), draw(0, D).to(dtype), top_k=2)
+    assert y.shape == grads.pop("x").shape == (0, D)
+    assert len(grads) == 5 and not any(bool(g.any()) for g in grads.values())
+
+
+def test_every_transport_and_kernel_gives_the_same_layer():
+    params, x = layer(), draw(7, D)
+    want, routing = mk.moe(params, x, top_k=2)
+    for options in (dict(via="local"), dict(via="all_to_all"), dict(kernels="loop")):
+        y, same = mk.moe(params, x, top_k=2, **options)
+        assert torch.equal(y, want) and torch.equal(same.expert_ids, routing.expert_ids)
+
+
+def test_parameters_may_be_a_plain_mapping():
+    params, x = layer(), draw(3, D)
+    assert torch.equal(mk.moe(params.to_dict(), x, top_k=2)[0], mk.moe(params, x, top_k=2)[0])
+
+
+def test_the_routing_comes_back_for_counts_and_losses():
+    params, x = layer(), draw(7, D)
+    routing = mk.moe(params, x, top_k=2)[1]
+    assert torch.equal(routing.expert_ids, mk.route(params["router"], x, top_k=2).expert_ids)
+    assert routing.counts.sum() == 14
+
+
+def test_a_dense_feed_forward_is_a_gated_product_of_any_leading_dims():
+    got = with_grads(
+        lambda g, d, x: feed_forward({"gate_up": g, "down": d}, x), draw(4, 6), draw(3, 4), draw(2, 5, 4)
+    )
+    close(got, with_grads(plain_feed_forward, draw(4, 6), draw(3, 4), draw(2, 5, 4)))
+
+
+def test_an_option_that_routing_does_not_have_is_refused():
+    with pytest.raises(TypeError, match="capacity_factor"):
+        mk.moe(layer(), draw(3, D), top_k=2, capacity_factor=1.0)
