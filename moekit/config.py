@@ -61,8 +61,13 @@ class ModelConfig:
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"ModelConfig needs {name} >= 1, got {getattr(self, name)}")
+        if self.d_shared < 0:
+            raise ValueError(f"ModelConfig needs d_shared >= 0, got {self.d_shared}")
         if not 0 <= self.n_dense_layers <= self.n_layers:
-            raise ValueError(f"ModelConfig needs 0 <= n_dense_layers <= n_layers, got {self.n_dense_layers=}")
+            raise ValueError(
+                "ModelConfig needs 0 <= n_dense_layers <= n_layers, "
+                f"got n_dense_layers={self.n_dense_layers}, n_layers={self.n_layers}"
+            )
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"ModelConfig needs n_kv_heads to divide n_heads, got {self.n_kv_heads} and {self.n_heads}"

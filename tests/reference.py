@@ -4,9 +4,12 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moekit as mk
 from moekit.mesh import map_named
+from moekit.testing import ranks
 
 # --- Helpers --------------------------------------------------------------------------
 
@@ -65,6 +68,17 @@ def packed_batch(b=4, s=7, vocab_size=17, seed=0):
     n_real = torch.randint(2, s + 2, (b, 1), generator=generator)
     documents = torch.where(torch.arange(s + 1) < n_real, documents - documents[:, :1], -1)
     return mk.count_tokens(mk.make_batch(tokens, documents, torch.arange(b)))
+
+
+def as_rank(fn, rank=5, edp=2, ep=3):
+    """Return ``fn(mesh)`` of one of many ranks, which runs without the others, so without communication."""
+
+    def run():
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=edp * ep)
+        return fn(mk.make_mesh(edp=edp, ep=ep, device="cpu"))
+
+    return ranks(1)(run)[0]
 
 
 # --- The model ------------------------------------------------------------------------

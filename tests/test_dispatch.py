@@ -79,6 +79,16 @@ def test_the_sum_over_experts_is_taken_in_float32_and_returned_in_the_rows_dtype
     assert y.dtype == torch.bfloat16 and y.item() == 1 + 2.0**-7
 
 
+@VIA
+def test_what_an_expert_adds_arrives_once_a_choice_and_with_its_routing_weight(via):
+    r = routing(3, [[0, 2], [2, 1]])
+    r.weights.copy_(torch.tensor([[0.5, 0.25], [2.0, 1.0]]))
+    sent = mk.dispatch(torch.zeros(2, 1, dtype=torch.float64), r, via=via)
+    bias = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
+    y = mk.combine(sent.rows + bias.repeat_interleave(r.counts)[:, None], sent)
+    assert y.tolist() == [[0.5 + 25], [200 + 10]]
+
+
 def test_a_strangers_transport_carries_the_rows():
     def send(x, routing, mesh):
         assert mesh is None

@@ -94,6 +94,13 @@ def test_no_tokens_give_no_output_and_zero_gradients(dtype):
     assert len(grads) == 5 and not any(bool(g.any()) for g in grads.values())
 
 
+def test_a_shared_expert_adds_its_output_once_whatever_the_routing_weights():
+    params, x = layer(), draw(3, D)
+    for options in (dict(top_k=1), dict(top_k=3, scale=4.0)):
+        difference = mk.moe(params, x, **options)[0] - mk.moe(params.exclude("shared"), x, **options)[0]
+        close(difference, plain_feed_forward(params["shared"]["gate_up"], params["shared"]["down"], x))
+
+
 def test_every_transport_and_kernel_gives_the_same_layer():
     params, x = layer(), draw(7, D)
     want, routing = mk.moe(params, x, top_k=2)

@@ -102,15 +102,21 @@ def test_token_ids_are_places_by_default_and_other_keys_choose_otherwise():
     assert torch.equal(first, same) and not torch.equal(first, other)
 
 
+def evenly(counts):
+    """Whether counts could come from equal chances: chi-square within four standard deviations."""
+    mean, freedom = counts.double().mean(), counts.numel() - 1
+    return bool((counts - mean).square().sum() / mean < freedom + 4 * (2 * freedom) ** 0.5)
+
+
 @pytest.mark.parametrize("seed", range(3))
-def test_a_random_assignment_draws_ordered_pairs_uniformly_and_without_replacement(seed):
-    t = 5600
-    ids = mk.route(ROUTER, tokens(t), top_k=2, assignment="random", key=mk.make_key(seed)).expert_ids
-    pairs = torch.bincount(ids[:, 0] * E + ids[:, 1], minlength=E * E).view(E, E)
-    assert pairs.diagonal().sum() == 0
-    cells = pairs[~torch.eye(E, dtype=torch.bool)]
-    freedom = len(cells) - 1
-    assert (cells - t / len(cells)).square().sum() / (t / len(cells)) < freedom + 4 * (2 * freedom) ** 0.5
+def test_a_random_assignment_draws_pairs_uniformly_without_replacement_and_apart_from_other_tokens(seed):
+    ids = mk.route(ROUTER, tokens(5600), top_k=2, assignment="random", key=mk.make_key(seed)).expert_ids
+    pairs, neighbours = (
+        torch.bincount(a * E + b, minlength=E * E).view(E, E)
+        for a, b in ((ids[:, 0], ids[:, 1]), (ids[:-1, 0], ids[1:, 0]))
+    )
+    assert pairs.diagonal().sum() == 0 and evenly(pairs[~torch.eye(E, dtype=torch.bool)])
+    assert evenly(neighbours)
 
 
 @given(st.integers(1, 12), st.data())
@@ -123,6 +129,14 @@ def test_loads_of_a_uniform_assignment_differ_by_at_most_one(n_experts, data):
     )
     assert routing.counts.max() - routing.counts.min() <= 1 and routing.counts.sum() == t * top_k
     assert all(len(set(row)) == top_k for row in routing.expert_ids.tolist())
+
+
+def test_a_uniform_assignment_starts_at_an_expert_that_the_key_decides():
+    starts = [
+        mk.route(ROUTER, tokens(1), top_k=1, assignment="uniform", key=mk.make_key(seed)).expert_ids.item()
+        for seed in range(50)
+    ]
+    assert set(starts) == set(range(E))
 
 
 @pytest.mark.parametrize("assignment", ["random", "uniform"])
