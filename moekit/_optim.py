@@ -69,7 +69,8 @@ def chain(*links: Optimizer) -> Optimizer:
 
     Examples
     --------
-    >>> optimizer = chain(clip_by_global_norm(1.0), adamw(3e-4, weight_decay=0.1))
+    >>> import moekit as mk
+    >>> optimizer = mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(3e-4, weight_decay=0.1))
     >>> params = TensorDict({"w": torch.ones(2)})
     >>> state = optimizer.init(params)
     >>> params, state = optimizer.update(TensorDict({"w": torch.ones(2)}), state, params)

@@ -77,6 +77,16 @@ def shard_optimizer(
         differ in names, shapes, or placements (``Partial`` where the parameter is replicated, or already
         the master's). All of them before any collective.
 
+    Examples
+    --------
+    >>> params = TensorDict({"w": torch.ones(2, dtype=torch.bfloat16)})
+    >>> optimizer = mk.shard_optimizer(mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(1e-4, eps=0.0)))
+    >>> state = optimizer.init(params)
+    >>> grads = TensorDict({"w": torch.ones(2, dtype=torch.bfloat16)})
+    >>> params, state = optimizer.update(grads, state, params)
+    >>> state["master", "w"].allclose(torch.tensor(1 - 1e-4)), state["inner", "0", "skipped"].item()
+    (True, 0)
+
     References
     ----------
     Rajbhandari et al., ZeRO, 2020. https://arxiv.org/abs/1910.02054

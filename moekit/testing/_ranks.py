@@ -60,10 +60,11 @@ class ranks:
 
     Examples
     --------
+    >>> import moekit.testing
     >>> def total(x):
     ...     torch.distributed.all_reduce(x)
     ...     return x.item()
-    >>> with ranks(2) as run:
+    >>> with moekit.testing.ranks(2) as run:
     ...     run(total, torch.tensor(3.0))
     [6.0, 6.0]
     """
