@@ -225,6 +225,38 @@ def latest(folder: str | os.PathLike, *, mesh: DeviceMesh | None = None) -> Path
     return _agree(mesh, lambda: None, newest)
 
 
+def resume(
+    folder: str | os.PathLike, tree: Tree, *, wanted: bool, config: Any = None, mesh: DeviceMesh | None = None
+) -> Tree | None:
+    """Load the newest checkpoint of a run into ``tree``, or say that the run has none.
+
+    Collective over all ranks of ``mesh``. Arguments as for `load`.
+
+    Parameters
+    ----------
+    folder : path
+        Of the run; it need not exist.
+    wanted : bool
+        Whether a checkpoint that is there is to be continued.
+
+    Returns
+    -------
+    tree, or None where the folder has no complete checkpoint
+
+    Raises
+    ------
+    ValueError
+        A checkpoint is there and not ``wanted``: the run would train, and then be refused its first save. And as
+        `load`.
+    """
+    newest = latest(folder, mesh=mesh)
+    if newest is None:
+        return None
+    if not wanted:
+        raise ValueError(f"{folder} holds {newest.name}; continue it (--resume), or choose another folder")
+    return load(newest, tree, config=config, mesh=mesh)
+
+
 def read_manifest(path: str | os.PathLike) -> dict[str, Any]:
     """Return what a checkpoint holds: ``config``, ``values``, ``tensors`` (shapes, dtypes) and ``files``.
 

@@ -345,7 +345,8 @@ def next_token_loss(
     stats : dict of Tensor
         ``cross_entropy``, ``load_balancing``, ``router_z``, ``head_z``: shares of the means, unweighted,
         summed over layers;
-        ``counts`` (l, E) int64: rows per expert of this call, padding left out.
+        ``counts`` (l, E) int64: rows per expert of this call, padding left out; ``n_targets`` int64 of this
+        call.
 
     Raises
     ------
@@ -397,6 +398,7 @@ def next_token_loss(
         "load_balancing": balancing.detach(),
         "router_z": router_z.detach(),
         "head_z": head_z,
+        "n_targets": batch.mask.sum(),
         "counts": torch.stack(counts) if counts else keep.new_zeros(0, config.n_experts, dtype=torch.int64),
     }
     return loss + config.balance_weight * balancing + config.router_z_weight * router_z, stats

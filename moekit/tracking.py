@@ -25,8 +25,8 @@ def start_run(
     folder : str or Path
         Where wandb keeps its files, and this function the id of the run; made if needed.
     resume : bool
-        Continue the run of this folder. wandb gives an offline run that continues a new directory under the same id,
-        which ``wandb sync`` joins; pass the step to ``run.log``.
+        Continue the run of this folder. wandb gives an offline run that continues a new directory under the
+        same id, which ``wandb sync`` joins; pass the step to ``run.log``.
     rank : int
         This process's place among the ranks.
     """

@@ -1,11 +1,12 @@
-"""Train any Mixture-of-Experts preset, or one imported from Hugging Face, on token files, with experts over ranks.
+r"""Train any Mixture-of-Experts preset, or an OLMoE from Hugging Face, on text or token files.
 
-    python recipes/train_moe.py --preset bench-8L --n-experts 8 --tokens data/ --token-dtype uint32 --eos 100257
-    torchrun --nproc-per-node 8 recipes/train_moe.py --preset tiny --ep 8 --tokens data/ --token-dtype uint32
+    python recipes/train_moe.py --preset bench-8L --n-experts 8 --tokens data/ --token-dtype uint32
+    torchrun --nproc-per-node 8 recipes/train_moe.py --preset tiny --ep 8 --tokens data/
     python recipes/train_moe.py --hf path/of/OLMoE --text docs/ --tokenizer path/of/tokenizer.json
+    srun torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \
+        --rdzv-endpoint $HEAD:29500 recipes/train_moe.py --preset small --ep 8 --tokens data/
 
-Differs from quickstart.py in where the model and the tokens come from. For Slurm: srun torchrun --nnodes $SLURM_NNODES
---nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 recipes/train_moe.py ...
+Differs from quickstart.py in where the model and the tokens come from.
 """
 
 import time
@@ -54,20 +55,24 @@ class Config:
     edp: int | None = None  # copies of the experts; by default ranks / ep
     ep: int = 1  # ranks that share one copy of the experts
     folder: Path = Path("runs/train_moe")
-    resume: bool = False  # continue from the newest checkpoint in the folder
+    resume: bool = False  # continue from the newest checkpoint in the folder, if any
     log_every: int = 10  # steps
     save_every: int = 500  # steps
 
 
 cfg = tyro.cli(Config, description=__doc__)
 model = hf.config_from_hf(cfg.hf) if cfg.hf else mk.preset(cfg.preset)
-model = replace(model, n_experts=cfg.n_experts or model.n_experts, max_seq_len=max(cfg.seq_len, model.max_seq_len))
+model = replace(
+    model, n_experts=cfg.n_experts or model.n_experts, max_seq_len=max(cfg.seq_len, model.max_seq_len)
+)
 
 # --- Mesh, parameters -----------------------------------------------------------------
 
-mesh = mk.make_mesh(edp=cfg.edp, ep=cfg.ep, n_experts=model.n_experts)  # None in a process that was started alone
+mesh = mk.make_mesh(
+    edp=cfg.edp, ep=cfg.ep, n_experts=model.n_experts
+)  # None in a process that was started alone
 rank, n_ranks = data_rank(mesh)
-device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 dtype = getattr(torch, cfg.dtype)
 if cfg.hf:
     params = hf.import_olmoe(cfg.hf, config=model, dtype=dtype, device=device, mesh=mesh)
@@ -94,7 +99,9 @@ state = optimizer.init(params)
 loss_fn = partial(
     mk.next_token_loss, config=model, assignment=cfg.assignment, recompute=cfg.recompute, mesh=mesh
 )
-grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches, on_grad=optimizer.on_grad)
+grad_fn = mk.accumulate(
+    mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches, on_grad=optimizer.on_grad
+)
 base_key = mk.make_key(cfg.seed, device)
 
 
@@ -110,15 +117,13 @@ def train_step(params, state, biases, batch, key):
 # --- Train ----------------------------------------------------------------------------
 
 
-def snapshot():
+def snapshot(step):
     """Return everything that the next step depends on."""
-    tree = dict(params=params, state=state, biases=biases)
-    return tree | dict(data=loader.state_dict(), step=step)
+    return dict(params=params, state=state, biases=biases, data=loader.state_dict(), step=step)
 
 
 step = 0
-if cfg.resume:
-    saved = checkpoint.load(checkpoint.latest(cfg.folder), snapshot(), config=model, mesh=mesh)
+if saved := checkpoint.resume(cfg.folder, snapshot(step), wanted=cfg.resume, config=model, mesh=mesh):
     loader.load_state_dict(saved["data"])
     step = saved["step"]
 run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, resume=cfg.resume, rank=rank)
@@ -142,6 +147,6 @@ while step < cfg.n_steps:
             bar.write(f"step {step:5d}  loss {loss:.6f}")
         bar.set_postfix(tok_s=f"{rate:.0f}", tflops=f"{figures['tflops_per_rank']:.1f}")
     if step % cfg.save_every == 0 or step == cfg.n_steps:
-        checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(), config=model, mesh=mesh)
+        checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
     bar.update()
 run.finish()
