@@ -226,7 +226,12 @@ def latest(folder: str | os.PathLike, *, mesh: DeviceMesh | None = None) -> Path
 
 
 def resume(
-    folder: str | os.PathLike, tree: Tree, *, wanted: bool, config: Any = None, mesh: DeviceMesh | None = None
+    folder: str | os.PathLike,
+    tree: Tree,
+    *,
+    wanted: bool,
+    config: Any = None,
+    mesh: DeviceMesh | None = None,
 ) -> Tree | None:
     """Load the newest checkpoint of a run into ``tree``, or say that the run has none.
 
@@ -246,8 +251,8 @@ def resume(
     Raises
     ------
     ValueError
-        A checkpoint is there and not ``wanted``: the run would train, and then be refused its first save. And as
-        `load`.
+        A checkpoint is there and not ``wanted``: the run would train, and then be refused its first save. And
+        as `load`.
     """
     newest = latest(folder, mesh=mesh)
     if newest is None:

@@ -70,7 +70,7 @@ biases = torch.zeros(model.n_moe_layers, model.n_experts, device=device)
 
 tokenizer = corpora.byte_tokenizer()
 files = corpora.standard_library() if cfg.text is None else corpora.text_files(cfg.text)
-train_files, held_out_files = corpora.split_files(files)
+train_files, held_out_files = corpora.split_files(files, held_out=0.05)
 train, held_out = (corpora.corpus_of_text(part, tokenizer) for part in (train_files, held_out_files))
 loader = data.Loader(data.pack(train, cfg.seq_len), cfg.batch_size, seed=cfg.seed, mesh=mesh)
 
@@ -97,13 +97,15 @@ def train_step(params, state, biases, batch):
 @torch.no_grad()
 def bits_per_byte(corpus):
     """Return the mean loss over a corpus, in bits."""
-    nats = n_targets = torch.zeros((), device=device)
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, targets
     for batch in data.Loader(data.pack(corpus, cfg.seq_len), 64, shuffle=False, epochs=1, mesh=mesh):
         batch = mk.count_tokens(batch.to(device), mesh=mesh)
         stats = mk.sum_over_ranks(loss_fn(params, batch, biases=biases)[1], mesh=mesh)
-        nats += stats["cross_entropy"] * stats["n_targets"]
-        n_targets += stats["n_targets"]
-    return (nats / n_targets).item() / math.log(2)
+        total += (
+            torch.stack([stats["cross_entropy"], torch.ones_like(stats["cross_entropy"])])
+            * stats["n_targets"]
+        )
+    return (total[0] / total[1]).item() / math.log(2)
 
 
 # --- Train ----------------------------------------------------------------------------
@@ -127,16 +129,17 @@ while step < cfg.n_steps:
     step += 1
     if step % cfg.log_every == 0 or step == cfg.n_steps:
         loss = stats["cross_entropy"].item()
-        figures = dict(
-            loss=loss, bits_per_byte=loss / math.log(2), grad_norm=state["inner", "0", "norm"].item()
-        )
-        figures["tokens_per_second"] = cfg.batch_size * cfg.seq_len / (time.perf_counter() - began)
+        tok_s = cfg.batch_size * cfg.seq_len / (time.perf_counter() - began)
+        figures = dict(loss=loss, grad_norm=state["inner", "0", "norm"].item(), tokens_per_second=tok_s)
         run.log(figures | tracking.load_figures(stats["counts"]), step=step)
         if rank == 0:
             bar.write(f"step {step:5d}  loss {loss:.6f}")
-            bar.set_postfix(bpb=f"{loss / math.log(2):.3f}", tok_s=f"{figures['tokens_per_second']:.0f}")
+            bar.set_postfix(bpb=f"{loss / math.log(2):.3f}", tok_s=f"{tok_s:.0f}")
     if step % cfg.save_every == 0 or step == cfg.n_steps:
         checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
+        run.log(dict(held_out_bits_per_byte=(bpb := bits_per_byte(held_out))), step=step)
+        if rank == 0:
+            bar.write(f"step {step:5d}  held-out bits per byte {bpb:.3f}")
     bar.update()
 
 # --- What it learnt -------------------------------------------------------------------
@@ -147,7 +150,6 @@ key = mk.make_key(cfg.seed, device)
 new = mk.generate(params, prompt, cfg.sample_bytes, config=model, key=key, biases=biases, mesh=mesh)
 if rank == 0:
     trigram = corpora.trigram_bits_per_byte(train_files.values(), held_out_files.values())
-    run.log(dict(held_out_bits_per_byte=bpb, trigram_bits_per_byte=trigram))
     print(f"held-out bits per byte: model {bpb:.3f}, 3-gram {trigram:.3f}")
     print("def " + tokenizer.decode(new[0].tolist()))
 run.finish()
