@@ -1,5 +1,6 @@
 """moekit: composable, functional transforms for Mixture-of-Experts training."""
 
+from moekit import balance as balance
 from moekit._dispatch import (
     Dispatched as Dispatched,
     Transport as Transport,

@@ -179,6 +179,7 @@ def _dispatch_all_to_all(x: Tensor, routing: Routing, mesh: DeviceMesh | None) -
 def _combine_all_to_all(rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None) -> Tensor:
     home, travel = plan
     if travel is not None:
+        assert mesh is not None
         by_expert, slots, n_sent, n_received = travel
         rows = gather(rows, slots, by_expert[:, None])
         rows = all_to_all_single_autograd(rows, n_sent, n_received, mesh)
@@ -208,9 +209,9 @@ class _Gather(torch.autograd.Function):
         return x[index]
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         (uses,) = ctx.saved_tensors
-        return grad[uses].sum(1), None, None
+        return grads[0][uses].sum(1), None, None
 
 
 def gather(

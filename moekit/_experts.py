@@ -92,8 +92,8 @@ class _ContiguousGrad(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):
-        return grad.contiguous()
+    def backward(ctx, *grads):
+        return grads[0].contiguous()
 
 
 def swiglu(x: Float[Tensor, "*n h2"]) -> Float[Tensor, "*n h"]:

@@ -26,8 +26,9 @@ def generate(
 ) -> Int[Tensor, "b n"]:
     """Continue each prompt by ``n_tokens`` tokens, drawn from the model's distribution.
 
-    The whole window is computed anew for each token (no cache): for samples of a run, not for serving. Collective over
-    the mesh as :func:`moekit.model.forward` is; with the same prompts and key, ranks draw the same tokens.
+    The whole window is computed anew for each token (no cache): for samples of a run, not for serving.
+    Collective over the mesh as :func:`moekit.model.forward` is; with the same prompts and key, ranks draw the
+    same tokens.
 
     Parameters
     ----------
@@ -60,7 +61,8 @@ def generate(
     """
     if not prompt.shape[1] or temperature < 0:
         raise ValueError(
-            f"generate needs prompts of a token or more and temperature >= 0, got {tuple(prompt.shape)}, {temperature=}"
+            "generate needs prompts of a token or more and temperature >= 0, "
+            f"got {tuple(prompt.shape)}, {temperature=}"
         )
     window = config.max_seq_len if window is None else window
     tokens = prompt

@@ -89,10 +89,10 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # the saved gradients are constants
-    def backward(ctx, grad, *_):
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         grad_hidden, grad_head = ctx.saved_tensors
         if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+            grad_hidden = grad_hidden * grads[0].to(grad_hidden.dtype)
         if grad_head is not None:
-            grad_head = (grad_head * grad).to(ctx.head_dtype)
+            grad_head = (grad_head * grads[0]).to(ctx.head_dtype)
         return grad_hidden, grad_head, None, None, None

@@ -46,6 +46,7 @@ class Scaled(NamedTuple):
     scale: Float[Tensor, ""]
 
 
+@torch.no_grad()
 def unscale(grads: TensorDict | Scaled) -> TensorDict:
     """Return plain gradients, for a link that does not take :class:`Scaled`. Pure."""
     if not isinstance(grads, Scaled):
@@ -68,7 +69,8 @@ def chain(*links: Optimizer) -> Optimizer:
 
     Examples
     --------
-    >>> optimizer = chain(clip_by_global_norm(1.0), adamw(3e-4, weight_decay=0.1))
+    >>> import moekit as mk
+    >>> optimizer = mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(3e-4, weight_decay=0.1))
     >>> params = TensorDict({"w": torch.ones(2)})
     >>> state = optimizer.init(params)
     >>> params, state = optimizer.update(TensorDict({"w": torch.ones(2)}), state, params)
@@ -121,6 +123,7 @@ def clip_by_global_norm(max_norm: float | int, *, mesh: DeviceMesh | None = None
     if not max_norm > 0:
         raise ValueError(f"clip_by_global_norm needs max_norm > 0, got {max_norm}")
 
+    @torch.no_grad()
     def init(params: TensorDict) -> TensorDict:
         device = held(next(iter(named(params).values()))).device
         zero = torch.zeros((), device=device)
@@ -128,6 +131,7 @@ def clip_by_global_norm(max_norm: float | int, *, mesh: DeviceMesh | None = None
 
     @torch.no_grad()
     def update(grads: TensorDict, state: TensorDict, params: TensorDict):
+        check_names("clip_by_global_norm", "gradients", grads, named(params))
         norm = global_norm(grads, mesh=mesh).float()
         finite = norm.isfinite()
         state["norm"].copy_(norm)
@@ -187,6 +191,7 @@ def adamw(
     if not (eps >= 0 and weight_decay >= 0):
         raise ValueError(f"adamw needs eps >= 0 and weight_decay >= 0, got {eps=}, {weight_decay=}")
 
+    @torch.no_grad()
     def init(params: TensorDict) -> TensorDict:
         leaves = named(params)
         for name, p in leaves.items():
@@ -298,6 +303,7 @@ def _warmup(who: str, falling: Schedule, peak, warmup_steps, total_steps, floor)
     return schedule
 
 
+@torch.no_grad()
 def global_norm(grads: TensorDict, *, mesh: DeviceMesh | None = None) -> Float[Tensor, ""]:
     """Return the 2-norm of all gradients of all ranks, each element counted once; the same on every rank.
 
@@ -347,20 +353,19 @@ def global_norm(grads: TensorDict, *, mesh: DeviceMesh | None = None) -> Float[T
                     f"global_norm needs a mesh of all ranks that hold gradients, got ranks "
                     f"{sorted(everyone)} but {sorted(ranks_of(other))} for {name}; pass mesh="
                 )
-    with torch.no_grad():
-        wide = torch.float64 if any(g.dtype == torch.float64 for g in leaves.values()) else torch.float32
-        parts = [(held(g), 1 / _copies(g)) for g in leaves.values() if held(g).numel()]
-        total = torch.zeros((), dtype=wide, device=held(next(iter(leaves.values()))).device)
-        if parts:
-            xs, once = zip(*parts, strict=True)
-            norms = torch._foreach_norm(xs, 2, dtype=wide)
-            squares = torch._foreach_mul(norms, norms)
-            torch._foreach_mul_(squares, once)
-            total = torch.stack(squares).sum()
-        if over is not None:
-            for axis in range(over.ndim):
-                total = all_reduce(total, over, axis)
-        return total.sqrt()
+    wide = torch.float64 if any(g.dtype == torch.float64 for g in leaves.values()) else torch.float32
+    parts = [(held(g), 1 / _copies(g)) for g in leaves.values() if held(g).numel()]
+    total = torch.zeros((), dtype=wide, device=held(next(iter(leaves.values()))).device)
+    if parts:
+        xs, once = zip(*parts, strict=True)
+        norms = torch._foreach_norm(xs, 2, dtype=wide)
+        squares = torch._foreach_mul(norms, norms)
+        torch._foreach_mul_(squares, once)
+        total = torch.stack(squares).sum()
+    if over is not None:
+        for axis in range(over.ndim):
+            total = all_reduce(total, over, axis)
+    return total.sqrt()
 
 
 def _copies(g: Tensor) -> int:
@@ -380,16 +385,15 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
 
 def named(tree: TensorDict) -> dict[str, Tensor]:
     """Return the leaves of a nested tree by dotted name; at least one."""
-    leaves = {k if isinstance(k, str) else ".".join(k): tree[k] for k in tree.keys(True, True)}
+    leaves: dict[str, Any] = {k if isinstance(k, str) else ".".join(k): x for k, x in tree.items(True, True)}
     if not leaves:
         raise ValueError("an optimizer needs a tree with at least one tensor, got an empty one")
     return leaves
 
 
 def held(x: Tensor) -> Tensor:
-    """Return what this rank holds of a leaf; outside of differentiated code."""
-    with torch.no_grad():
-        x = x.to_local() if isinstance(x, DTensor) else x
+    """Return what this rank holds of a leaf; under ``torch.no_grad``."""
+    x = x.to_local() if isinstance(x, DTensor) else x
     return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
 
 

@@ -77,6 +77,16 @@ def shard_optimizer(
         differ in names, shapes, or placements (``Partial`` where the parameter is replicated, or already
         the master's). All of them before any collective.
 
+    Examples
+    --------
+    >>> params = TensorDict({"w": torch.ones(2, dtype=torch.bfloat16)})
+    >>> optimizer = mk.shard_optimizer(mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(1e-4, eps=0.0)))
+    >>> state = optimizer.init(params)
+    >>> grads = TensorDict({"w": torch.ones(2, dtype=torch.bfloat16)})
+    >>> params, state = optimizer.update(grads, state, params)
+    >>> state["master", "w"].allclose(torch.tensor(1 - 1e-4)), state["inner", "0", "skipped"].item()
+    (True, 0)
+
     References
     ----------
     Rajbhandari et al., ZeRO, 2020. https://arxiv.org/abs/1910.02054
@@ -96,13 +106,14 @@ def shard_optimizer(
             known[key] = _plan(name, x, mesh)
         return known[key]
 
+    @torch.no_grad()
     def init(params: TensorDict) -> TensorDict:
         plans = {name: plan_of(name, p) for name, p in named(params).items()}
         master = map_named(lambda name, p: plans[name].wrap(plans[name].part(held(p)), like=p), params)
         return TensorDict({"master": master, "inner": optimizer.init(master)})
 
     @torch.no_grad()
-    def update(grads: TensorDict, state: TensorDict, params: TensorDict):
+    def update(grads: TensorDict | Scaled, state: TensorDict, params: TensorDict):
         if isinstance(grads, Scaled):
             raise TypeError(
                 "shard_optimizer needs plain gradients, got Scaled ones; put the clip inside: "
@@ -113,7 +124,8 @@ def shard_optimizer(
         given = check_names("shard_optimizer", "gradients", grads, leaves)
         master = check_names("shard_optimizer", "masters", state["master"], leaves)
         for name, plan in plans.items():
-            plan.check(name, given[name], master[name], leaves[name])
+            plan.check_gradient(name, given[name])
+            plan.check_master(name, master[name])
 
         shards: dict[str, Tensor] = {}
         todo = []
@@ -145,6 +157,7 @@ def shard_optimizer(
     @torch.no_grad()
     def on_grad(name: str, grad: Tensor) -> Tensor:
         plan = plan_of(name, grad)
+        plan.check_gradient(name, grad)
         local = held(grad)
         if plan.is_reduced(grad):
             shard = local.to(plan.dtype)
@@ -212,18 +225,22 @@ class _Plan(NamedTuple):
     def is_reduced(self, grad: Tensor) -> bool:
         return self.n == 1 or (isinstance(grad, DTensor) and grad.placements == self.sharded)
 
-    def check(self, name: str, grad: Tensor, master: Tensor, param: Tensor) -> None:
-        where = self.mesh and (self.mesh, self.sharded)
-        if place(grad) not in (where, self.mesh and (self.mesh, self.partial)):
+    def check_gradient(self, name: str, grad: Tensor) -> None:
+        if place(grad) not in (self.at(self.partial), self.at(self.sharded)):
             raise ValueError(
-                f"shard_optimizer needs a gradient that is {self.partial} (not summed) or {self.sharded} "
-                f"(summed) for {name}, which is {describe_place(param)}, got {describe_place(grad)}"
+                f"shard_optimizer needs a gradient of {name} that is {self.partial} (not summed) or "
+                f"{self.sharded} (summed), on the parameter's mesh, got {describe_place(grad)}"
             )
-        if place(master) != where or master.dtype != self.dtype:
+
+    def check_master(self, name: str, master: Tensor) -> None:
+        if place(master) != self.at(self.sharded) or master.dtype != self.dtype:
             raise ValueError(
-                f"shard_optimizer needs the state that its init made for these parameters, got a master of "
-                f"{master.dtype}, {describe_place(master)}, for {name}, which is {describe_place(param)}"
+                f"shard_optimizer needs the state that its init made for these parameters, {self.sharded} "
+                f"{self.dtype} for {name}, got {master.dtype}, {describe_place(master)}"
             )
+
+    def at(self, placements: tuple[Placement, ...]) -> tuple | None:
+        return None if self.mesh is None else (self.mesh, placements)
 
 
 def _plan(name: str, x: Tensor, mesh: DeviceMesh | None) -> _Plan:
@@ -259,17 +276,8 @@ def _plan(name: str, x: Tensor, mesh: DeviceMesh | None) -> _Plan:
     partial = tuple(Partial() if i in copies else p for i, p in enumerate(placements))
     axis = copies[0] if copies else 0
     n = on.size(axis) if copies else 1
-    return _Plan(
-        dtype,
-        partial,
-        sharded,
-        on,
-        axis,
-        n,
-        on.get_local_rank(axis),
-        n == 1 or axis not in dims,
-        dims.get(axis, 0),
-    )
+    where = {"whole": n == 1 or axis not in dims, "dim": dims.get(axis, 0)}
+    return _Plan(dtype, partial, sharded, on, axis, n, on.get_local_rank(axis), **where)
 
 
 class _Parcel(NamedTuple):

@@ -128,11 +128,7 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
 
     def run(params: TensorDict, batch: Any, *, into: TensorDict | None = None, **kwargs: Any):
         sums: dict[str, Tensor] = {}
-        buffers = (
-            {}
-            if into is None
-            else {".".join(k) if isinstance(k, tuple) else k: v for k, v in into.items(True, True)}
-        )
+        buffers: dict[str, Any] = {} if into is None else _named(into)
 
         def add(name: str, grad: Tensor) -> None:
             new = grad if on_grad is None else on_grad(name, grad)
@@ -150,8 +146,9 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
         for part in split_batch(batch, n_microbatches):
             value, _ = grad_fn(params, part, on_grad=add, **kwargs)
             total = value if total is None else _tree_add(total, value)
-        order = [key if isinstance(key, str) else ".".join(key) for key in params.keys(True, True)]
-        return total, TensorDict({tuple(name.split(".")): sums[name] for name in order if name in sums})
+        return total, TensorDict(
+            {tuple(name.split(".")): sums[name] for name in _named(params) if name in sums}
+        )
 
     return run
 
@@ -287,6 +284,10 @@ def _at_least_float32(x: Tensor) -> Tensor:
     return DTensor.from_local(
         x.to_local().to(dtype), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
     )
+
+
+def _named(tree: TensorDict) -> dict[str, Any]:
+    return {key if isinstance(key, str) else ".".join(key): leaf for key, leaf in tree.items(True, True)}
 
 
 def _plain(x: Tensor) -> Tensor:

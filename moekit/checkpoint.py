@@ -97,15 +97,16 @@ def save(path: str | os.PathLike, tree: Tree, *, config: Any = None, mesh: Devic
 
     with ExitStack() as undo:
         partial = _agree(mesh, lambda: _describe(tree, None, mesh, contents=True), begin)
-        index = _dcp(
+        writer = _Writer(partial, sync_files=True)
+        _dcp(
             dcp.save,
             _tensors(tree, None),
-            storage_writer=_Writer(partial, sync_files=True),
+            storage_writer=writer,
             planner=dcp.DefaultSavePlanner(flatten_state_dict=False),
             no_dist=mesh is None,
         )
-        files = {_INDEX, *(stored.relative_path for stored in index.storage_data.values())}
-        _agree(mesh, lambda: _measure(partial, files, mesh), publish)
+        files = writer.files if _place(mesh)[0] else [*writer.files, _INDEX]
+        _agree(mesh, lambda: _measure(partial, files), publish)
 
 
 def load(
@@ -153,6 +154,7 @@ def load(
     Examples
     --------
     >>> import tempfile, torch
+    >>> from moekit.checkpoint import load, save
     >>> folder = tempfile.mkdtemp() + "/step-000100"
     >>> save(folder, {"params": {"w": torch.ones(3)}, "step": 100})
     >>> load(folder, {"params": {"w": torch.zeros(3)}, "step": None})
@@ -177,7 +179,8 @@ def load(
         return manifest["values"], manifest["files"]
 
     def verify():
-        for name, measure in _measure(path, files, mesh).items():
+        rank, world = _place(mesh)
+        for name, measure in _measure(path, sorted(files)[rank::world]).items():
             if measure != files[name]:
                 raise ValueError(f"{path} is damaged: the content of {name} has changed")
 
@@ -220,6 +223,43 @@ def latest(folder: str | os.PathLike, *, mesh: DeviceMesh | None = None) -> Path
         return None
 
     return _agree(mesh, lambda: None, newest)
+
+
+def resume(
+    folder: str | os.PathLike,
+    tree: Tree,
+    *,
+    wanted: bool,
+    config: Any = None,
+    mesh: DeviceMesh | None = None,
+) -> Tree | None:
+    """Load the newest checkpoint of a run into ``tree``, or say that the run has none.
+
+    Collective over all ranks of ``mesh``. Arguments as for `load`.
+
+    Parameters
+    ----------
+    folder : path
+        Of the run; it need not exist.
+    wanted : bool
+        Whether a checkpoint that is there is to be continued.
+
+    Returns
+    -------
+    tree, or None where the folder has no complete checkpoint
+
+    Raises
+    ------
+    ValueError
+        A checkpoint is there and not ``wanted``: the run would train, and then be refused its first save. And
+        as `load`.
+    """
+    newest = latest(folder, mesh=mesh)
+    if newest is None:
+        return None
+    if not wanted:
+        raise ValueError(f"{folder} holds {newest.name}; continue it (--resume), or choose another folder")
+    return load(newest, tree, config=config, mesh=mesh)
 
 
 def read_manifest(path: str | os.PathLike) -> dict[str, Any]:
@@ -303,13 +343,17 @@ def _dcp(call: Callable, tensors: dict[str, Tensor], **options: Any) -> Any:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, saying why a write failed: torch.save may hide a full disk behind its own error."""
+    """DCP's writer, telling which files this rank has written, or why it could not."""
+
+    files: Collection[str] = ()
 
     def write_data(self, plan, planner):
         try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
+            written = super().write_data(plan, planner)
+        except RuntimeError as error:  # torch.save's own, which may hide that the disk is full
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+        self.files = {result.storage_data.relative_path for result in written.wait()}
+        return written
 
 
 def _map(visit: Callable[[str, Any], Any], tree: Tree, prefix: str = "") -> Tree:
@@ -427,11 +471,15 @@ def _dump(manifest: dict[str, Any]) -> bytes:
     return json.dumps({**manifest, "crc32": zlib.crc32(json.dumps(manifest).encode())}).encode() + b"\n"
 
 
-def _measure(folder: Path, files: Collection[str], mesh: DeviceMesh | None) -> dict[str, dict[str, int]]:
-    """Return size and checksum of this rank's share of ``files``."""
-    rank, world = (0, 1) if mesh is None else (dist.get_rank(), dist.get_world_size())
+def _place(mesh: DeviceMesh | None) -> tuple[int, int]:
+    """Return this rank and the number of ranks."""
+    return (0, 1) if mesh is None else (dist.get_rank(), dist.get_world_size())
+
+
+def _measure(folder: Path, files: Collection[str]) -> dict[str, dict[str, int]]:
+    """Return size and checksum of each file."""
     measures = {}
-    for name in sorted(files)[rank::world]:
+    for name in files:
         size = crc = 0
         with open(folder / name, "rb") as file:
             while chunk := file.read(1 << 24):

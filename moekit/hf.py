@@ -264,9 +264,11 @@ def import_olmoe(
     Raises
     ------
     ValueError
-        When a file is missing or damaged, ``config.json`` describes another model, or tensors are missing,
-        unused, of another shape or not of a float dtype; the message lists them all, before any is read.
+        When ``dtype`` is not a float one, a file is missing or damaged, ``config.json`` describes another
+        model, or tensors are missing, unused, of another shape or not of a float dtype; the message lists
+        them all, before any is read.
     """
+    _check_dtype("import_olmoe", dtype)
     folder = Path(folder)
     _check_same_model(config, config_from_hf(folder))
     device = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
@@ -335,11 +337,13 @@ def export_olmoe(
     Raises
     ------
     ValueError
-        When the model is not of OLMoE's form, ``folder`` exists, or parameters are missing, unused, or of
-        another shape or placement than the model's; the message lists them all, before anything is written.
+        When the model is not of OLMoE's form, ``folder`` exists, ``dtype`` is not a float one, or parameters
+        are missing, unused, or of another shape or placement than the model's; the message lists them all,
+        before anything is written.
     OSError
         When writing fails; what had been written is removed.
     """
+    _check_dtype("export_olmoe", dtype)
     if max_shard_bytes < 1:
         raise ValueError(f"export_olmoe needs max_shard_bytes >= 1, got {max_shard_bytes}")
     pieces = name_map(config)
@@ -499,6 +503,11 @@ def _compare(
     ]
     if problems:
         raise ValueError(f"{need}, got {'; '.join(problems)}")
+
+
+def _check_dtype(who: str, dtype: torch.dtype | None) -> None:
+    if dtype is not None and dtype not in _DTYPES.values():
+        raise ValueError(f"{who} needs dtype in {[str(d) for d in _DTYPES.values()]} or None, got {dtype}")
 
 
 def _check_form(who: str, config: ModelConfig) -> None:

@@ -13,7 +13,6 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def make_mesh(
@@ -103,14 +102,18 @@ def shard_of(
     if mesh is None:
         return torch.Size(shape), (0,) * len(shape)
     on, placements = layout(name, mesh)
+    local, offset = list(shape), [0] * len(shape)
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard) and shape[placement.dim] % on.size(axis):
+        if not isinstance(placement, Shard):
+            continue
+        if shape[placement.dim] % on.size(axis):
             axis_name = on.mesh_dim_names[axis] if on.mesh_dim_names else axis
             raise ValueError(
                 f"{name} needs the {axis_name} axis to divide its {shape[placement.dim]} experts, "
                 f"got {axis_name}={on.size(axis)}"
             )
-    local, offset = compute_local_shape_and_global_offset(shape, on, placements)
+        local[placement.dim] = shape[placement.dim] // on.size(axis)
+        offset[placement.dim] = local[placement.dim] * on.get_local_rank(axis)
     return torch.Size(local), tuple(offset)
 
 

@@ -239,9 +239,8 @@ def forward(
     documents : Int[Tensor, "b s"], optional
         A number per document within its row; attention stays inside documents.
     sample_ids : Int[Tensor, " b"], optional
-        Index of each row in the global batch, from which random assignments are drawn; by default its place
-        in
-        ``tokens``.
+        A number of each row that does not depend on the layout, from which random assignments are drawn; by
+        default its place in ``tokens``.
     biases : Float[Tensor, "l E"], optional
         Balancing bias of each layer with experts, float32.
     key, assignment
@@ -344,8 +343,8 @@ def next_token_loss(
         In nats per token.
     stats : dict of Tensor
         ``cross_entropy``, ``load_balancing``, ``router_z``, ``head_z``: shares of the means, unweighted,
-        summed over layers;
-        ``counts`` (l, E) int64: rows per expert of this call, padding left out.
+        summed over layers; ``counts`` (l, E) int64: rows per expert of this call, padding left out;
+        ``n_targets`` int64: of this call.
 
     Raises
     ------
@@ -397,6 +396,7 @@ def next_token_loss(
         "load_balancing": balancing.detach(),
         "router_z": router_z.detach(),
         "head_z": head_z,
+        "n_targets": batch.mask.sum(),
         "counts": torch.stack(counts) if counts else keep.new_zeros(0, config.n_experts, dtype=torch.int64),
     }
     return loss + config.balance_weight * balancing + config.router_z_weight * router_z, stats

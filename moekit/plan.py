@@ -12,7 +12,7 @@ from moekit.params import param_shapes
 
 
 def count_params(config: ModelConfig) -> tuple[int, int]:
-    """Return the number of parameters in all, and of those that one token uses (its k experts, the embedding).
+    """Return the number of parameters in all, and of those that one token uses; the embedding counts.
 
     >>> count_params(preset("bench-8L"))
     (46862510080, 3174639616)
@@ -28,7 +28,8 @@ def count_params(config: ModelConfig) -> tuple[int, int]:
 def flops_per_token(config: ModelConfig, seq_len: int | None = None) -> float:
     """Return model FLOPs per trained token: forward and backward, no recomputation.
 
-    Six per active weight of a matrix product, and attention over the causal pairs of a sequence counted exactly.
+    Six per active weight of a matrix product, and attention over the causal pairs of a sequence counted
+    exactly.
 
     Parameters
     ----------
@@ -91,7 +92,9 @@ def main() -> None:
         print(f"{args.name}: {config.n_layers} layers, {config.n_experts} experts, top-{config.top_k}")
         print(f"  total parameters    {total:>22,}")
         print(f"  active parameters   {active:>22,}")
-        print(f"  FLOPs per token     {flops / 1e9:>18.1f} GFLOP  (forward and backward, {seq_len} positions)")
+        print(
+            f"  FLOPs per token     {flops / 1e9:>18.1f} GFLOP  (forward and backward, {seq_len} positions)"
+        )
 
 
 if __name__ == "__main__":

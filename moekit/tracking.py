@@ -1,5 +1,6 @@
 """wandb, offline unless the user is logged in, and the figures worth logging of a step."""
 
+import secrets
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 
 def start_run(
-    config: Any, *, project: str, folder: str | Path, run_id: str | None = None, rank: int = 0
+    config: Any, *, project: str, folder: str | Path, resume: bool = False, rank: int = 0
 ) -> "wandb.Run":
     """Start a wandb run: online where the user is logged in, else offline; disabled on ranks other than 0.
 
@@ -22,22 +23,27 @@ def start_run(
     project : str
         Name of the project.
     folder : str or Path
-        Where wandb keeps its files; made if needed.
-    run_id : str, optional
-        The id of the run to continue. An offline run that is continued begins a new directory under the same id, which ``wandb
-        sync`` joins; pass the step to ``run.log``.
+        Where wandb keeps its files, and this function the id of the run; made if needed.
+    resume : bool
+        Continue the run of this folder. wandb gives an offline run that continues a new directory under the
+        same id, which ``wandb sync`` joins; pass the step to ``run.log``.
     rank : int
         This process's place among the ranks.
     """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    mode = "disabled" if rank else "online" if wandb.login(prompt=False) else "offline"
+    if rank:
+        return wandb.init(mode="disabled")
+    known = Path(folder, "wandb-run-id")
+    known.parent.mkdir(parents=True, exist_ok=True)
+    if not (resume and known.exists()):
+        known.write_text(secrets.token_hex(4))
+    online = wandb.login(prompt=False)
     return wandb.init(
         project=project,
         dir=str(folder),
         config=asdict(config),
-        id=run_id,
-        resume="allow" if run_id and mode == "online" else None,
-        mode=mode,
+        id=known.read_text(),
+        resume="allow" if online and resume else None,
+        mode="online" if online else "offline",
         settings=wandb.Settings(silent=True),
     )
 

@@ -350,6 +350,10 @@ def test_wrong_parameters_are_listed_before_anything_is_written(folder, tmp_path
         hf.export_olmoe(params, tmp_path / "m", config=config)
     for part in ("missing norm", "unused layers.0.extra", "head of shape (61, 32) not (32, 61)"):
         assert part in str(error.value)
+    with pytest.raises(ValueError, match=r"export_olmoe needs dtype in .*, got torch\.float8_e4m3fn"):
+        hf.export_olmoe(params, tmp_path / "m", config=config, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"import_olmoe needs dtype in .*, got torch\.int32"):
+        hf.import_olmoe(folder, config=config, dtype=torch.int32)
     with pytest.raises(ValueError, match="max_shard_bytes >= 1, got 0"):
         hf.export_olmoe(params, tmp_path / "m", config=config, max_shard_bytes=0)
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import faulthandler
 import functools
+import io
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.process
@@ -59,10 +60,11 @@ class ranks:
 
     Examples
     --------
+    >>> import moekit.testing
     >>> def total(x):
     ...     torch.distributed.all_reduce(x)
     ...     return x.item()
-    >>> with ranks(2) as run:
+    >>> with moekit.testing.ranks(2) as run:
     ...     run(total, torch.tensor(3.0))
     [6.0, 6.0]
     """
@@ -83,7 +85,7 @@ class ranks:
 
     def __call__(self, fn: Callable, *args, **kwargs) -> list:
         """Return ``[fn(*args, **kwargs) of rank 0, of rank 1, ...]``."""
-        return _pool().run(cloudpickle.dumps((fn, args, kwargs)), self.n, self.timeout, self.grace)
+        return _pool().run(_dumps((fn, args, kwargs)), self.n, self.timeout, self.grace)
 
 
 @functools.cache
@@ -173,7 +175,7 @@ class _Pool:
                 if len(failed) == 1 and rank in failed:
                     limit = min(limit, time.monotonic() + grace)
         if len(results) == n:
-            return [cloudpickle.loads(results[rank]) for rank in range(n)]
+            return [pickle.loads(results[rank]) for rank in range(n)]
         late = sorted(set(running.values()))
         parts = [f"rank {rank} of {n} failed:\n{text}" for rank, text in failed.items()]
         if late:
@@ -181,6 +183,22 @@ class _Pool:
             parts.append(f"ranks {late} of {n} did not answer {how} and were killed; they stood at:")
             parts += [f"rank {rank}:\n{_stacks(*self.workers[rank])}" for rank in late]
         raise RuntimeError("\n".join(parts))
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Keeps the file of a function, so that tracebacks from ranks show its lines."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, types.CodeType):
+            return super().reducer_override(obj)
+        reduced: Any = self.dispatch_table[types.CodeType](obj)
+        return reduced[0], tuple(obj.co_filename if x == "<dynamic-code>" else x for x in reduced[1])
+
+
+def _dumps(value: Any) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
 
 
 def _stacks(process, _, stacks) -> str:
@@ -223,7 +241,7 @@ def _work(connection, stacks) -> None:
             torch.manual_seed(0)
             os.chdir(folder)
             fn, args, kwargs = pickle.loads(call)
-            answer = True, cloudpickle.dumps(fn(*args, **kwargs))
+            answer = True, _dumps(fn(*args, **kwargs))
         except BaseException:
             answer = False, traceback.format_exc()
         connection.send_bytes(pickle.dumps(answer))

@@ -1,0 +1,152 @@
+r"""Train any Mixture-of-Experts preset, or an OLMoE from Hugging Face, on text or token files.
+
+    python recipes/train_moe.py --preset bench-8L --n-experts 8 --tokens data/ --token-dtype uint32
+    torchrun --nproc-per-node 8 recipes/train_moe.py --preset tiny --ep 8 --tokens data/
+    python recipes/train_moe.py --hf path/of/OLMoE --text docs/ --tokenizer path/of/tokenizer.json
+    srun torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \
+        --rdzv-endpoint $HEAD:29500 recipes/train_moe.py --preset small --ep 8 --tokens data/
+
+Differs from quickstart.py in where the model and the tokens come from.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from tqdm import tqdm
+
+import moekit as mk
+from moekit import checkpoint, corpora, data, hf, plan, tracking
+from moekit.mesh import data_rank
+
+# --- Config ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything this run depends on; logged whole."""
+
+    preset: str = "tiny"  # a model of moekit.config.PRESETS ...
+    n_experts: int | None = None  # ... with another number of experts ...
+    hf: Path | None = None  # ... or a folder with OLMoE weights to start from
+    tokens: Path | None = None  # a file or folder of .npy or raw token ids ...
+    token_dtype: Literal["uint16", "uint32"] | None = None  # ... which raw files need
+    eos: int | None = None  # id that ends a document in token files
+    text: Path | None = None  # ... or text: a file or folder; by default the standard library
+    tokenizer: str = "bytes"  # for text: "bytes", or a tokenizer.json
+    n_steps: int = 1000
+    batch_size: int = 16  # sequences of the global batch
+    seq_len: int = 1024  # tokens
+    n_microbatches: int = 1  # slices of a rank's part of the batch
+    recompute: Literal["none", "block"] = "none"
+    reduce: Literal["step", "micro_batch"] = "step"  # when gradients are summed over ranks
+    lr: float = 3e-4  # at its peak
+    warmup_steps: int = 10
+    weight_decay: float = 0.1
+    max_norm: float = 1.0  # of the whole gradient
+    bias_rate: float = 0.0  # step of the balancing bias, in router scores; 0 keeps it at 0
+    assignment: Literal["top_k", "random", "uniform"] = "top_k"  # random and uniform are for measurements
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    seed: int = 0
+    edp: int | None = None  # copies of the experts; by default ranks / ep
+    ep: int = 1  # ranks that share one copy of the experts
+    folder: Path = Path("runs/train_moe")
+    resume: bool = False  # continue from the newest checkpoint in the folder, if any
+    log_every: int = 10  # steps
+    save_every: int = 500  # steps
+
+
+cfg = tyro.cli(Config, description=__doc__)
+model = hf.config_from_hf(cfg.hf) if cfg.hf else mk.preset(cfg.preset)
+model = replace(
+    model, n_experts=cfg.n_experts or model.n_experts, max_seq_len=max(cfg.seq_len, model.max_seq_len)
+)
+
+# --- Mesh, parameters -----------------------------------------------------------------
+
+mesh = mk.make_mesh(
+    edp=cfg.edp, ep=cfg.ep, n_experts=model.n_experts
+)  # None in a process that was started alone
+rank, n_ranks = data_rank(mesh)
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+dtype = getattr(torch, cfg.dtype)
+if cfg.hf:
+    params = hf.import_olmoe(cfg.hf, config=model, dtype=dtype, device=device, mesh=mesh)
+else:
+    params = mk.init_params(model, seed=cfg.seed, dtype=dtype, device=device, mesh=mesh)
+biases = torch.zeros(model.n_moe_layers, model.n_experts, device=device)
+
+# --- Data -----------------------------------------------------------------------------
+
+if cfg.tokens:
+    files = corpora.token_files(cfg.tokens, dtype=cfg.token_dtype)
+    corpus = corpora.corpus_of_tokens(files, eos=cfg.eos, vocab_size=model.vocab_size)
+else:
+    texts = corpora.text_files(cfg.text) if cfg.text else corpora.standard_library()
+    corpus = corpora.corpus_of_text(texts, corpora.load_tokenizer(cfg.tokenizer))
+loader = data.Loader(data.pack(corpus, cfg.seq_len), cfg.batch_size, seed=cfg.seed, mesh=mesh)
+
+# --- Optimizer, one step --------------------------------------------------------------
+
+lr = mk.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=cfg.n_steps)
+optimizer = mk.chain(mk.clip_by_global_norm(cfg.max_norm), mk.adamw(lr, weight_decay=cfg.weight_decay))
+optimizer = mk.shard_optimizer(optimizer, reduce=cfg.reduce, mesh=mesh)
+state = optimizer.init(params)
+loss_fn = partial(
+    mk.next_token_loss, config=model, assignment=cfg.assignment, recompute=cfg.recompute, mesh=mesh
+)
+grad_fn = mk.accumulate(
+    mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches, on_grad=optimizer.on_grad
+)
+base_key = mk.make_key(cfg.seed, device)
+
+
+def train_step(params, state, biases, batch, key):
+    """Return the next parameters, optimizer state and biases, and the statistics of the global batch."""
+    batch = mk.count_tokens(batch, mesh=mesh)
+    (_, stats), grads = grad_fn(params, batch, biases=biases, key=key)
+    params, state = optimizer.update(grads, state, params)
+    stats = mk.sum_over_ranks(stats, mesh=mesh)
+    return params, state, mk.balance.next_bias(biases, stats["counts"], rate=cfg.bias_rate), stats
+
+
+# --- Train ----------------------------------------------------------------------------
+
+
+def snapshot(step):
+    """Return everything that the next step depends on."""
+    return dict(params=params, state=state, biases=biases, data=loader.state_dict(), step=step)
+
+
+step = 0
+if saved := checkpoint.resume(cfg.folder, snapshot(step), wanted=cfg.resume, config=model, mesh=mesh):
+    loader.load_state_dict(saved["data"])
+    step = saved["step"]
+run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, resume=cfg.resume, rank=rank)
+if rank == 0:
+    print(mk.describe(params))
+
+flops = plan.flops_per_token(model, cfg.seq_len)
+bar = tqdm(initial=step, total=cfg.n_steps, disable=rank > 0, smoothing=0.05)
+while step < cfg.n_steps:
+    began = time.perf_counter()
+    key = mk.fold_in(base_key, step)
+    params, state, biases, stats = train_step(params, state, biases, next(loader).to(device), key)
+    step += 1
+    if step % cfg.log_every == 0 or step == cfg.n_steps:
+        loss = stats["cross_entropy"].item()
+        rate = cfg.batch_size * cfg.seq_len / (time.perf_counter() - began)
+        figures = dict(loss=loss, grad_norm=state["inner", "0", "norm"].item(), tokens_per_second=rate)
+        figures["tflops_per_rank"] = rate * flops / n_ranks / 1e12
+        run.log(figures | tracking.load_figures(stats["counts"]), step=step)
+        if rank == 0:
+            bar.write(f"step {step:5d}  loss {loss:.6f}")
+        bar.set_postfix(tok_s=f"{rate:.0f}", tflops=f"{figures['tflops_per_rank']:.1f}")
+    if step % cfg.save_every == 0 or step == cfg.n_steps:
+        checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
+    bar.update()
+run.finish()
