@@ -201,6 +201,7 @@ def sum_over_ranks(tree: Any, *, mesh: DeviceMesh | None = None) -> Any:
         by_dtype.setdefault(leaf.dtype, []).append(i)
     for at in by_dtype.values():
         flat = fc.all_reduce(torch.cat([leaves[i].reshape(-1) for i in at]), "sum", data_mesh(mesh))
+        flat = fc.wait_tensor(flat)  # else what is returned would still be asynchronous
         for i, part in zip(at, flat.split([leaves[i].numel() for i in at]), strict=True):
             leaves[i] = part.view(leaves[i].shape)
     return tree_unflatten(leaves, spec)

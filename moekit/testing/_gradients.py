@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moekit._transforms import accumulate, data_parallel, value_and_grad
-from moekit.batch import split_batch
 from moekit.mesh import data_rank, distribute, make_mesh, map_named
 from moekit.testing._ranks import ranks
 
@@ -24,6 +24,7 @@ def check_gradients(
     batch: Any,
     layouts: Iterable[Layout],
     *,
+    compose: Callable | None = None,
     rtol: float | None = None,
     timeout: float = 120.0,
 ) -> str:
@@ -40,6 +41,10 @@ def check_gradients(
     layouts : iterable of dict
         ``edp`` and ``ep`` (default 1), ``accumulate``: micro-batches (default 1), ``rows``: rows of the batch
         on each rank (default: equal parts; 0 is allowed); every other key is an option of ``loss``.
+    compose : callable, optional
+        ``compose(loss, n_microbatches, mesh) -> grad_fn``: how the gradients are taken, to check a transform
+        of one's own. By default
+        ``data_parallel(accumulate(value_and_grad(loss), n_microbatches), mesh=mesh)``.
     rtol : float, optional
         Largest difference allowed in a parameter's gradient, of its largest element; by default 1e-10 in
         float64 and 1e-4 in float32.
@@ -59,19 +64,22 @@ def check_gradients(
         When a layout does not fit the batch.
     """
     layouts = [dict(layout) for layout in layouts]
+    for layout in layouts:
+        _rows(batch, layout)
+    compose = compose or _compose
     names = ["loss", *(k if isinstance(k, str) else ".".join(k) for k in params.keys(True, True))]
     if rtol is None:
         rtol = 1e-10 if _dtype(params) == torch.float64 else 1e-4
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as on the ranks
     try:
-        want = _gradients(loss, params, batch, {})
+        want = _gradients(loss, params, batch, compose, {})
     finally:
         torch.set_num_threads(threads)
     columns = []
     for layout in layouts:
         n = layout.get("edp", 1) * layout.get("ep", 1)
-        got = ranks(n, timeout=timeout)(_gradients, loss, params, batch, layout)
+        got = ranks(n, timeout=timeout)(_gradients, loss, params, batch, compose, layout)
         columns.append({name: max(_difference(one[name], want[name]) for one in got) for name in names})
     table = _table(names, layouts, columns)
     wrong = [
@@ -85,27 +93,44 @@ def check_gradients(
     return table
 
 
-def _gradients(loss: Callable, params: TensorDict, batch: Any, layout: Layout) -> dict[str, Tensor]:
+def _compose(loss: Callable, n_microbatches: int, mesh: DeviceMesh | None) -> Callable:
+    return data_parallel(accumulate(value_and_grad(loss), n_microbatches), mesh=mesh)
+
+
+def _rows(batch: Any, layout: Layout) -> list[int]:
+    """Return how many rows of the batch each rank has."""
+    edp, ep, n_microbatches = (layout.get(key, 1) for key in ("edp", "ep", "accumulate"))
+    n = edp * ep
+    sizes = sorted({len(x) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim})
+    total = sizes[0] if sizes else 0
+    rows = list(layout.get("rows", [total // max(n, 1)] * n))
+    fits = min(edp, ep, n_microbatches) >= 1 and len(rows) == n and sum(rows) == total and len(sizes) < 2
+    if not fits or any(r % n_microbatches for r in rows):
+        raise ValueError(
+            f"check_gradients needs one leading dim of the batch, divided among {n} ranks "
+            f"({edp=}, {ep=}), each part by accumulate={n_microbatches}; got {sizes}, divided {rows}"
+        )
+    return rows
+
+
+def _gradients(
+    loss: Callable, params: TensorDict, batch: Any, compose: Callable, layout: Layout
+) -> dict[str, Tensor]:
     """Return the summed loss and the full gradients; runs on every rank of a layout, and in one process."""
+    rows = _rows(batch, layout)
     options = dict(layout)
-    edp, ep = options.pop("edp", 1), options.pop("ep", 1)
-    n_microbatches, rows = options.pop("accumulate", 1), options.pop("rows", None)
+    edp, ep, n_microbatches = (options.pop(key, 1) for key in ("edp", "ep", "accumulate"))
+    options.pop("rows", None)
     mesh = make_mesh(edp=edp, ep=ep, device="cpu") if layout else None
-    rank, n = data_rank(mesh)
-    if rows is None:
-        here = split_batch(batch, n)[rank]
-    elif len(rows) != n:
-        raise ValueError(f"check_gradients needs rows for each of {n} ranks, got {rows}")
-    else:
-        start = sum(rows[:rank])
-        here = tree_map_only(Tensor, lambda x: x[start : start + rows[rank]] if x.ndim else x, batch)
+    rank, _ = data_rank(mesh)
+    start, end = sum(rows[:rank]), sum(rows[: rank + 1])
+    here = tree_map_only(Tensor, lambda x: x[start:end] if x.ndim else x, batch)
 
     def share(*args: Any) -> Tensor:
         out = loss(*args, mesh=mesh, **options)
         return out[0] if isinstance(out, tuple) else out
 
-    grad_fn = data_parallel(accumulate(value_and_grad(share), n_microbatches), mesh=mesh)
-    value, grads = grad_fn(distribute(params, mesh), here)
+    value, grads = compose(share, n_microbatches, mesh)(distribute(params, mesh), here)
     out = {"loss": value}
     map_named(lambda name, g: out.setdefault(name, g.full_tensor() if isinstance(g, DTensor) else g), grads)
     return out

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moekit._dispatch import Transport, combine, dispatch
 from moekit._route import Routing, count_experts
@@ -58,12 +58,10 @@ def _check(transport: str | Transport) -> None:
             for dtype in (torch.float64, torch.float32, torch.bfloat16):
                 tokens = n_tokens(dist.get_rank())
                 ids = _choose(choice, tokens, per_rank * size, top_k)
-                first, second = (_run(transport, ids, per_rank * size, dtype, on) for _ in range(2))
                 where = f"{case}, {dtype}, {size} ranks, mesh={'None' if on is None else 'ep'}"
-                for name, (got, want) in first.items():
-                    error = relative_error(got.double(), want.double())
-                    assert error <= TOLERANCE[dtype], f"{name} ({where}): relative error {error:.1e}"
-                    assert torch.equal(got, second[name][0]), f"{name} differs the second time ({where})"
+                first, second = (_run(transport, ids, per_rank * size, dtype, on, where) for _ in range(2))
+                for name, got in first.items():
+                    assert torch.equal(got, second[name]), f"{name} differs the second time ({where})"
 
 
 def _choose(choice: str, tokens: int, n_experts: int, top_k: int) -> Tensor:
@@ -76,9 +74,21 @@ def _choose(choice: str, tokens: int, n_experts: int, top_k: int) -> Tensor:
 
 
 def _run(
-    transport, ids: Tensor, n_experts: int, dtype: torch.dtype, mesh
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return what came and what should have come, by name."""
+    transport: str | Transport,
+    ids: Tensor,
+    n_experts: int,
+    dtype: torch.dtype,
+    mesh: DeviceMesh | None,
+    where: str,
+) -> dict[str, Tensor]:
+    """Check one case; return what came, by name."""
+
+    def check(name: str, got: Tensor, want: Tensor) -> None:
+        shapes = f"shape {tuple(got.shape)}, wanted {tuple(want.shape)}"
+        assert got.shape == want.shape, f"{name} ({where}): {shapes}"
+        error = relative_error(got.double(), want.double())
+        assert error <= TOLERANCE[dtype], f"{name} ({where}): relative error {error:.1e}"
+
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(100 + rank)
     x = torch.randn(len(ids), 16, generator=generator, dtype=torch.float64).to(dtype)
@@ -94,31 +104,33 @@ def _run(
         weights=weights, expert_ids=ids, counts=count_experts(ids, n_experts), logits=scores, scores=scores
     )
     sent = dispatch(x, routing, via=transport, mesh=mesh)
-    first = rank * (n_experts // size)
-    ends = sent.offsets.long()
-    sizes = ends - torch.cat([ends.new_zeros(1), ends[:-1]])
-    experts = first + torch.arange(len(ends)).repeat_interleave(sizes)
-    valid = int(ends[-1])
-    tail = torch.full((len(sent.rows) - valid, 16), torch.nan, dtype=dtype)  # nobody may read these
-    rows = torch.cat([sent.rows[:valid] * factors[experts, None].to(dtype), tail])
-    y = combine(rows, sent)
-    grads = torch.autograd.grad(y, (x, weights, factors), out_grad)
 
     everyone: list = [None] * size
     dist.all_gather_object(everyone, (ids, x.detach()[:, 0]))
-    origin = torch.cat(
-        [xs[(of == e).nonzero()[:, 0]] for e in range(first, first + len(ends)) for of, xs in everyone]
-    )
+    e = n_experts // size
+    mine = range(rank * e, (rank + 1) * e)
+    origins = [torch.cat([xs[(of == i).nonzero()[:, 0]] for of, xs in everyone]) for i in mine]
+    sizes = torch.tensor([len(origin) for origin in origins])
+    offsets, ends = sent.offsets, sizes.cumsum(0)
+    assert offsets.dtype == torch.int32, f"offsets ({where}): {offsets.dtype}, wanted torch.int32"
+    assert offsets.tolist() == ends.tolist(), f"offsets ({where}): {offsets.tolist()}, wanted {ends.tolist()}"
+    valid = int(ends[-1])
+    check("order of rows", sent.rows.detach()[:valid, 0], torch.cat(origins))
+
+    experts = torch.tensor(mine).repeat_interleave(sizes)
+    tail = torch.full((len(sent.rows) - valid, 16), torch.nan, dtype=dtype)  # nobody may read these
+    rows = torch.cat([sent.rows[:valid] * factors[experts, None].to(dtype), tail])
+    y = combine(rows, sent)
+    assert sent.rows.dtype == y.dtype == dtype, f"dtype ({where}): {sent.rows.dtype} and {y.dtype}"
+    grads = torch.autograd.grad(y, (x, weights, factors), out_grad)
+
     x64, w64, f64 = (z.detach().double().requires_grad_() for z in (x, weights, factors))
     want = (x64[:, None] * (w64 * f64[ids])[..., None]).sum(1)
     want_grads = torch.autograd.grad(want, (x64, w64, f64), out_grad.double())
     dist.all_reduce(want_grads[2])
-    mine = slice(first, first + len(ends))
-    return {
-        "dtype of offsets": (torch.tensor(sent.offsets.dtype == torch.int32), torch.tensor(True)),
-        "order of rows": (sent.rows.detach()[:valid, 0], origin),
-        "output": (y.detach(), want.detach()),
-        "gradient of the tokens": (grads[0], want_grads[0]),
-        "gradient of the weights": (grads[1], want_grads[1]),
-        "gradient of the experts": (grads[2][mine], want_grads[2][mine]),
-    }
+    check("output", y.detach(), want.detach())
+    check("gradient of the tokens", grads[0], want_grads[0])
+    check("gradient of the weights", grads[1], want_grads[1])
+    check("gradient of the experts", grads[2][mine], want_grads[2][mine])
+    names = ("rows", "output", "gradient of the tokens", "gradient of the weights", "gradient of the experts")
+    return dict(zip(names, (sent.rows.detach()[:valid], y.detach(), *grads), strict=True))

@@ -1,0 +1,176 @@
+"""What is wrong turns parity red, and the table names it: each fault is put in from outside."""
+
+import re
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate
+
+import moekit as mk
+from moekit._dispatch import TRANSPORTS
+from moekit.mesh import data_rank, map_named
+from moekit.testing import check_gradients, check_transport
+
+from .tiny import BATCH, batch_of, loss_of, model
+
+CONFIG, PARAMS = model()
+LOSS = loss_of(CONFIG)
+ALL = {k if isinstance(k, str) else ".".join(k) for k in PARAMS.keys(True, True)}
+EXPERTS = {name for name in ALL if ".experts." in name}
+ROUTERS = {name for name in ALL if name.endswith(".router")}
+
+
+def reading(reader):
+    """Return the loss whose parameters are read by ``reader(name, parameter, mesh)`` on a mesh."""
+
+    def loss(params, batch, *, mesh, **options):
+        if mesh is not None:
+            params = map_named(lambda name, p: reader(name, p, mesh), params)
+        return LOSS(params, batch, mesh=mesh, **options)
+
+    return loss
+
+
+def red(loss, layout, batch=BATCH):
+    """Return the names of what differs on a layout."""
+    try:
+        check_gradients(loss, PARAMS, batch, [layout])
+    except AssertionError as error:
+        return set(re.findall(r"(\S+) on edp", str(error).splitlines()[0]))
+    return set()
+
+
+def as_it_should(name, p, mesh):
+    return mk.local(p)
+
+
+def experts_times_ep(name, p, mesh):
+    p = mk.local(p)
+    if name in EXPERTS:
+        p.register_hook(lambda grad: grad * mesh["ep"].size())
+    return p
+
+
+def experts_of_rank_1_without_gradient(name, p, mesh):
+    p = mk.local(p)
+    if name in EXPERTS and data_rank(mesh)[0] == 1:
+        p.register_hook(torch.zeros_like)
+    return p
+
+
+def router_unsummed(name, p, mesh):
+    return p.to_local(grad_placements=[Replicate()]) if name in ROUTERS else mk.local(p)
+
+
+def rank_1_dropped(params, batch, *, mesh, **options):
+    loss, _ = LOSS(params, batch, mesh=mesh, **options)
+    return loss.detach() + 0 * loss if data_rank(mesh)[0] == 1 else loss
+
+
+def local_denominators(params, batch, *, mesh, **options):
+    loss, _ = LOSS(params, mk.count_tokens(batch), mesh=mesh, **options)
+    return loss / data_rank(mesh)[1]
+
+
+def test_a_loss_without_a_fault_stays_green():
+    assert (
+        red(LOSS, dict(edp=2, ep=2)) == red(reading(as_it_should), dict(edp=2, ep=2, accumulate=2)) == set()
+    )
+
+
+def test_expert_gradients_times_two_are_named():
+    assert red(reading(experts_times_ep), dict(edp=1, ep=2)) == EXPERTS
+    assert red(reading(experts_times_ep), dict(edp=2, ep=1)) == set()
+
+
+def test_one_ranks_contribution_that_is_dropped_is_named():
+    assert red(rank_1_dropped, dict(edp=1, ep=2)) == ALL
+    assert red(rank_1_dropped, dict(edp=2, ep=1)) == ALL
+    assert red(reading(experts_of_rank_1_without_gradient), dict(edp=2, ep=1)) == EXPERTS
+    assert red(reading(experts_of_rank_1_without_gradient), dict(edp=1, ep=2)) == EXPERTS
+
+
+def test_a_router_gradient_left_unsummed_is_named():
+    assert red(reading(router_unsummed), dict(edp=2, ep=1)) == ROUTERS
+    assert red(reading(router_unsummed), dict(edp=1, ep=2)) == ROUTERS
+
+
+def test_local_denominators_are_seen_where_masks_are_unequal():
+    assert red(local_denominators, dict(edp=2, ep=1)) == {"loss"} | ALL
+    equal = batch_of([[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 0, -1]] * 4)
+    assert red(local_denominators, dict(edp=2, ep=1), equal) == set()
+
+
+# --- Transports ------------------------------------------------------------------------
+
+SEND, RETURN = TRANSPORTS["all_to_all"]
+
+
+def lose_rows(x, routing, mesh):
+    """Lose the first row."""
+    rows, offsets, plan = SEND(x, routing, mesh)
+    return rows[1:], (offsets - 1).clamp_min(0), plan
+
+
+def return_lost_rows(rows, weights, plan, mesh):
+    _, travel = plan
+    n = len(rows) if travel is None else len(travel[0])
+    return RETURN(torch.cat([rows.new_zeros(n - len(rows), rows.shape[1]), rows]), weights, plan, mesh)
+
+
+def zero_a_row(rows, weights, plan, mesh):
+    """Lose a row on the way home."""
+    return RETURN(torch.cat([rows[:-1], 0 * rows[-1:]]), weights, plan, mesh)
+
+
+def swap(rows):
+    return torch.cat([rows[1:2], rows[:1], rows[2:]])
+
+
+def swap_rows(x, routing, mesh):
+    rows, *rest = SEND(x, routing, mesh)
+    return swap(rows), *rest
+
+
+def swap_back(rows, weights, plan, mesh):
+    return RETURN(swap(rows), weights, plan, mesh)
+
+
+def long_offsets(x, routing, mesh):
+    rows, offsets, plan = SEND(x, routing, mesh)
+    return rows, offsets.long(), plan
+
+
+def in_float32(rows, weights, plan, mesh):
+    return RETURN(rows.to(weights.dtype), weights, plan, mesh)
+
+
+BROKEN = {
+    "loses a row": (mk.Transport(lose_rows, return_lost_rows), "offsets .even"),
+    "loses a row on the way home": (mk.Transport(SEND, zero_a_row), "output .even.*relative error"),
+    "swaps two rows": (mk.Transport(swap_rows, RETURN), "order of rows .even.*relative error"),
+    "swaps two rows and swaps them back": (mk.Transport(swap_rows, swap_back), "order of rows .even"),
+    "swaps two rows on the way home": (mk.Transport(SEND, swap_back), "output .even"),
+    "gives int64 offsets": (mk.Transport(long_offsets, RETURN), "offsets .even.*int64, wanted torch.int32"),
+    "gives another dtype": (mk.Transport(SEND, in_float32), "dtype .even.*bfloat16"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_check_transport_names_what_a_transport_gets_wrong(fault):
+    transport, message = BROKEN[fault]
+    with pytest.raises(RuntimeError, match=message):
+        check_transport(transport, n_ranks=(2,))
+
+
+def test_parity_goes_red_with_a_transport_that_loses_a_row():
+    def loss(params, batch, *, mesh, **options):
+        via = None if mesh is None else BROKEN["loses a row"][0]
+        return LOSS(params, batch, mesh=mesh, via=via, **options)
+
+    assert {"loss", *EXPERTS, *ROUTERS} <= red(loss, dict(edp=1, ep=2))
+
+
+@pytest.mark.parametrize("via", TRANSPORTS)
+def test_the_transports_of_moekit_keep_the_contract(via):
+    check_transport(via, n_ranks=(1,) if via == "local" else (1, 2, 4))
