@@ -79,7 +79,7 @@ def test_a_training_step_does_not_wait_for_the_device():
     for key in keys:
         (loss, stats), grads = grad_fn(params, batch, biases=biases, key=key, assignment="random")
         optimizer.update(grads, state, params)
-        biases = mk.next_bias(biases, stats["counts"])
+        biases = mk.balance.next_bias(biases, stats["counts"])
         losses.append(loss)
         torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
