@@ -106,10 +106,10 @@ def test_the_training_loss_its_terms_and_gradients_are_those_of_whole_logits_and
     params = params_of(config)
     (loss, stats), grads = mk.value_and_grad(mk.next_token_loss, has_aux=True)(params, batch, config=config)
     want, want_grads = named_grads(lambda p: reference.loss(p, batch, config=config)[0], params)
-    counts = stats.pop("counts")
+    counts, n_targets = stats.pop("counts"), stats.pop("n_targets")
     close((loss, stats), (want, reference.loss(params, batch, config=config)[1]))
     close(flat(grads), want_grads)
-    assert counts.shape == (config.n_moe_layers, config.n_experts)
+    assert n_targets == batch.n_targets and counts.shape == (config.n_moe_layers, config.n_experts)
     assert counts.sum(1).tolist() == [int(batch.n_tokens) * config.top_k] * config.n_moe_layers
 
 
