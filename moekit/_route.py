@@ -80,9 +80,11 @@ def route(
     assignment : {"top_k", "random", "uniform"}
         ``"random"``: k experts drawn for each token from ``key`` and its id, without replacement.
         ``"uniform"``: token i takes the k experts after a start that moves by k with i, so loads are equal to
-        within one. Weights are the chosen experts' scores in all three.
+        within one. Both look at neither scores nor groups. Weights are the chosen
+        experts' scores in all three.
     key : Int[Tensor, ""], optional
-        Needed by ``"random"`` and ``"uniform"``; see :func:`moekit.make_key` and :func:`moekit.fold_in`.
+        For ``"random"`` and ``"uniform"``, which need it, alone; see :func:`moekit.make_key` and
+        :func:`moekit.fold_in`.
     token_ids : Int[Tensor, " t"], optional
         Index of each token in the global batch; by default its place in ``x``.
 
@@ -94,7 +96,8 @@ def route(
     Raises
     ------
     ValueError
-        When an option is unknown, sizes do not fit, or a random assignment has no key.
+        When an option is unknown or would have no effect, sizes do not fit, or a random assignment has no
+        key.
 
     References
     ----------
@@ -115,6 +118,9 @@ def route(
     if bias is not None and (bias.shape != (n_experts,) or bias.dtype not in (torch.float32, torch.float64)):
         raise ValueError(f"route needs a float32 bias ({n_experts},), got {bias.dtype} {tuple(bias.shape)}")
     _check_groups(n_experts, n_groups, top_groups, top_k)
+    _check_assignment(assignment, key, bias)
+    if token_ids is not None and token_ids.shape != (len(x),):
+        raise ValueError(f"route needs an id for each of {len(x)} tokens, got {tuple(token_ids.shape)}")
 
     at_least_fp32 = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(at_least_fp32) @ local(router).to(at_least_fp32)
@@ -123,19 +129,8 @@ def route(
     if assignment == "top_k":
         expert_ids = _best(scores.detach(), bias, top_k, n_groups, top_groups)
     else:
-        if assignment not in ("random", "uniform"):
-            raise ValueError(f"route needs assignment 'top_k', 'random' or 'uniform', got {assignment!r}")
-        if key is None:
-            raise ValueError(f"route needs a key for {assignment=}, got None; pass key=moekit.make_key(seed)")
-        if token_ids is None:
-            token_ids = torch.arange(len(x), device=x.device)
-        if token_ids.shape != (len(x),):
-            raise ValueError(f"route needs an id for each of {len(x)} tokens, got {tuple(token_ids.shape)}")
-        experts = torch.arange(n_experts, device=x.device)
-        if assignment == "random":
-            expert_ids = uniform(key, token_ids[:, None] * n_experts + experts).topk(top_k, dim=-1).indices
-        else:
-            expert_ids = (token_ids[:, None] * top_k + experts[:top_k] + key % n_experts) % n_experts
+        assert key is not None
+        expert_ids = _draw(assignment, key, token_ids, len(x), n_experts, top_k)
 
     weights = scores.gather(-1, expert_ids)
     if normalize == "l1":
@@ -169,6 +164,33 @@ def _check_groups(n_experts: int, n_groups: int, top_groups: int, top_k: int) ->
             f"route needs top_k experts in top_groups groups of {n_experts // n_groups}, "
             f"got {top_k=}, {top_groups=}"
         )
+
+
+def _check_assignment(assignment: Assignment, key: Tensor | None, bias: Tensor | None) -> None:
+    if assignment == "top_k":
+        if key is not None:
+            raise ValueError("route needs no key for assignment='top_k', got one; leave it out")
+        return
+    if assignment not in ("random", "uniform"):
+        raise ValueError(f"route needs assignment 'top_k', 'random' or 'uniform', got {assignment!r}")
+    if key is None:
+        raise ValueError(f"route needs a key for {assignment=}, got None; pass moekit.make_key(seed)")
+    if bias is not None:
+        raise ValueError(
+            f"route needs no bias for {assignment=}, which does not look at scores; leave it out"
+        )
+
+
+def _draw(
+    assignment: Assignment, key: Tensor, token_ids: Tensor | None, n: int, n_experts: int, top_k: int
+) -> Int[Tensor, "t k"]:
+    """Choose experts without looking at scores."""
+    experts = torch.arange(n_experts, device=key.device)
+    if token_ids is None:
+        token_ids = torch.arange(n, device=key.device)
+    if assignment == "random":
+        return uniform(key, token_ids[:, None] * n_experts + experts).topk(top_k, dim=-1).indices
+    return (token_ids[:, None] * top_k + experts[:top_k] + key % n_experts) % n_experts
 
 
 def _best(

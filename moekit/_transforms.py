@@ -114,8 +114,9 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
     Returns
     -------
     callable
-        ``run(params, batch, into=None, **kwargs)``, of the shape of ``grad_fn``. ``into`` is a TensorDict of
-        buffers that the caller owns, as an earlier call returned it; it is overwritten and returned.
+        ``run(params, batch, into=None, **kwargs)``, which returns what ``grad_fn`` does. ``into`` is a
+        TensorDict of buffers that the caller owns, as an earlier call returned it; it is overwritten and
+        returned.
 
     Raises
     ------

@@ -144,7 +144,7 @@ def distribute(params: TensorDict, mesh: DeviceMesh | None) -> TensorDict:
     Parameters
     ----------
     params : TensorDict
-        Plain tensors, or any nested tree of them.
+        Plain tensors.
     mesh : DeviceMesh or None
         Axes (edp, ep); ``None`` returns ``params``.
 
@@ -173,6 +173,11 @@ def map_named(fn, params: TensorDict) -> TensorDict:
     """Apply ``fn(name, leaf)`` to every leaf; names are joined by dots."""
     out = TensorDict({})
     for key in params.keys(True, True):
-        name = key if isinstance(key, str) else ".".join(key)
+        parts = (key,) if isinstance(key, str) else key
+        if any("." in part for part in parts):
+            raise ValueError(
+                f"parameters need names without dots, which join the levels of a tree, got {parts}"
+            )
+        name = ".".join(parts)
         out[key] = fn(name, params[key])
     return out

@@ -45,7 +45,9 @@ def test_a_routing_and_its_gradients_are_those_of_a_loop_over_tokens(options, gr
 @given(OPTIONS, GROUPS, st.sampled_from(["top_k", "random", "uniform"]), st.integers(1, 20))
 def test_normalised_weights_sum_to_the_scale(options, groups, assignment, t):
     options |= dict(n_groups=groups[0], top_groups=groups[1], normalize="l1")
-    routing = mk.route(ROUTER.float(), tokens(t).float(), assignment=assignment, key=KEY, **options)
+    key = None if assignment == "top_k" else KEY
+    options["bias"] = options["bias"] if assignment == "top_k" else None
+    routing = mk.route(ROUTER.float(), tokens(t).float(), assignment=assignment, key=key, **options)
     close(routing.weights.sum(-1), torch.full((t,), options["scale"]), 1e-5)
     assert bool((routing.weights >= 0).all())
 
@@ -184,8 +186,19 @@ def test_a_routing_is_a_pytree_that_knows_its_number_of_experts():
         (dict(score="tanh"), "route needs score 'softmax' or 'sigmoid', got 'tanh'"),
         (dict(normalize="l2"), "route needs normalize 'none' or 'l1', got 'l2'"),
         (dict(assignment="hash"), "route needs assignment 'top_k', 'random' or 'uniform', got 'hash'"),
-        (dict(assignment="random"), "route needs a key for assignment='random', got None; pass key="),
-        (dict(assignment="uniform"), "route needs a key for assignment='uniform', got None; pass key="),
+        (
+            dict(assignment="random"),
+            "route needs a key for assignment='random', got None; pass moekit.make_key(seed)",
+        ),
+        (
+            dict(assignment="uniform"),
+            "route needs a key for assignment='uniform', got None; pass moekit.make_key(seed)",
+        ),
+        (dict(key=KEY), "route needs no key for assignment='top_k', got one; leave it out"),
+        (
+            dict(assignment="random", key=KEY, bias=torch.zeros(8)),
+            "route needs no bias for assignment='random', which does not look at scores; leave it out",
+        ),
         (dict(bias=torch.zeros(7)), "route needs a float32 bias (8,), got torch.float32 (7,)"),
         (dict(bias=torch.zeros(8).bfloat16()), "route needs a float32 bias (8,), got torch.bfloat16 (8,)"),
         (

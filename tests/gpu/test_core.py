@@ -77,7 +77,7 @@ def test_a_training_step_does_not_wait_for_the_device():
     keys = [mk.make_key(i, "cuda") for i in range(3)]
     losses = []
     for key in keys:
-        (loss, stats), grads = grad_fn(params, batch, biases=biases, key=key, assignment="random")
+        (loss, stats), grads = grad_fn(params, batch, key=key, assignment="random")
         optimizer.update(grads, state, params)
         biases = mk.balance.next_bias(biases, stats["counts"])
         losses.append(loss)
