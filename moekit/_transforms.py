@@ -62,6 +62,7 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
             if not p.is_floating_point():
                 raise TypeError(f"value_and_grad needs floating-point parameters, got {p.dtype} for {name}")
             leaf = p.detach().requires_grad_()  # an alias: the caller's tensor gets no grad and no hook
+            leaf.register_hook(functools.partial(_strided_like, p))
             leaf.register_post_accumulate_grad_hook(functools.partial(ready, name))
             leaves[name] = leaf
             return leaf
@@ -121,8 +122,8 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
     Raises
     ------
     ValueError
-        When ``n_microbatches`` is below 1 or does not divide, or a buffer of ``into`` has another shape or
-        dtype than its gradient's sum.
+        When ``n_microbatches`` is below 1 or does not divide, or a buffer of ``into`` has another shape,
+        dtype or placement than its gradient's sum.
     """
     if n_microbatches < 1:
         raise ValueError(f"accumulate needs n_microbatches >= 1, got {n_microbatches}")
@@ -275,7 +276,23 @@ def _checked_buffer(name: str, buffer: Tensor, grad: Tensor) -> Tensor:
             f"accumulate needs a {dtype} buffer {tuple(grad.shape)} for {name}, "
             f"got {buffer.dtype} {tuple(buffer.shape)}; pass what an earlier call returned"
         )
+    here, there = (x.placements if isinstance(x, DTensor) else None for x in (buffer, grad))
+    if here != there:
+        raise ValueError(
+            f"accumulate needs a buffer placed {there} as the gradient of {name}, got {here}; "
+            "pass what an earlier call returned, before data_parallel"
+        )
     return buffer
+
+
+def _strided_like(p: Tensor, grad: Tensor) -> Tensor:
+    """Lay a gradient out as its parameter: torch 2.11 copies others, and sums what is Partial on the way."""
+    if not isinstance(grad, DTensor) or grad.stride() == p.stride():
+        return grad
+    laid_out = torch.empty_like(_plain(p), dtype=grad.dtype).copy_(_plain(grad))
+    return DTensor.from_local(
+        laid_out, grad.device_mesh, grad.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

@@ -343,6 +343,23 @@ def test_gradients_say_what_is_still_to_be_summed_and_data_parallel_sums_it():
     assert ranks(4)(run, 1, 4) == [(10, [10, 10], [r + 1]) for r in range(4)]
 
 
+def test_buffers_are_used_again_and_summed_gradients_are_refused_as_buffers():
+    def run():
+        mesh, r = cpu_mesh(2, 1), dist.get_rank()
+        params, x = mk.distribute(weights(), mesh), torch.ones(4, 2) * (r + 1)
+        grad_fn = mk.accumulate(mk.value_and_grad(lambda p, x: (x * mk.local(p["w"])).sum()), 2)
+        step, params = mk.data_parallel(grad_fn, mesh=mesh), params.select("w")
+        _, first = grad_fn(params, x)
+        _, again = grad_fn(params, x, into=first)
+        assert again["w"] is first["w"] and again["w"].to_local().tolist() == [4 * (r + 1)] * 2
+        _, summed = step(params, x, into=again)
+        assert summed["w"].to_local().tolist() == [12, 12]
+        with pytest.raises(ValueError, match=r"placed .*Partial.* as the gradient of w, got .*Replicate"):
+            step(params, x, into=summed)
+
+    ranks(2)(run)
+
+
 def test_data_parallel_refuses_gradients_that_do_not_say_where_they_stand():
     def run():
         step = mk.data_parallel(mk.value_and_grad(lambda p: p["w"].sum()), mesh=cpu_mesh(2, 1))

@@ -4,10 +4,12 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from pages import run
+from torch.distributed.tensor import Partial, Shard
 
 import moekit as mk
-from moekit.testing import check_gradients
+from moekit.testing import check_gradients, ranks
 
 from .tiny import BATCH, model
 
@@ -70,6 +72,20 @@ def test_every_parameter_of_these_models_has_a_gradient(name):
     loss, params = loss_of(name)
     _, grads = mk.value_and_grad(lambda *args: loss(*args, mesh=None), has_aux=True)(params, BATCH)
     assert all(g.abs().max() > 1e-3 for g in grads.values(True, True))
+
+
+def test_every_gradient_of_these_models_says_what_is_still_to_be_summed():
+    def check():
+        mesh = mk.make_mesh(edp=2, ep=2, device="cpu")
+        for name in MODELS:
+            loss, params = loss_of(name)
+            grad_fn = mk.value_and_grad(lambda *args, loss=loss: loss(*args, mesh=mesh), has_aux=True)
+            _, grads = grad_fn(mk.distribute(params, mesh), mk.batch.split_batch(BATCH, 4)[dist.get_rank()])
+            for key, g in grads.items(True, True):
+                want = (Partial(), Shard(0)) if "experts" in key else (Partial(),)
+                assert g.placements == want, f"{key} of {name}: {g.placements}"
+
+    ranks(4)(check)
 
 
 @pytest.mark.parametrize("i", range(len(MODELS)), ids=list(MODELS))
