@@ -36,11 +36,11 @@ class ranks:
     """Call a function on ``n`` gloo ranks and return what each of them returned.
 
     Collective: every rank runs ``fn(*args, **kwargs)`` at once, with one thread, ``torch.manual_seed(0)`` and
-    a fresh default process group of ``n`` ranks. The ranks are processes of one pool that serves the whole
-    process: they are forked from a server that has torch imported (making an object of this class starts the
-    server, in the background), are kept for later calls, and die with the caller. Functions, arguments and
-    results travel by cloudpickle, so closures and lambdas work; a function of a module is imported by its
-    name. What a call changes in its processes (module attributes, environment) is there in the next call.
+    a fresh default process group of ``n`` ranks. Every call has processes of its own, because torch keeps
+    meshes of an ended group in its caches: they are forked from a server that has torch imported (making an
+    object of this class starts the server, in the background), those of the next call while this one's
+    result is looked at, and die with the caller. Functions, arguments and results travel by cloudpickle, so
+    closures and lambdas work; a function of a module is imported by its name.
 
     Parameters
     ----------
@@ -55,8 +55,7 @@ class ranks:
     ------
     RuntimeError
         Some rank raised, died, or did not answer in time; the message names the ranks and holds their
-        tracebacks, and for ranks without an answer the line they stood at. The pool is ended, and starts
-        afresh at the next call.
+        tracebacks, and for ranks without an answer the line they stood at.
 
     Examples
     --------
@@ -94,7 +93,7 @@ def _pool() -> "_Pool":
 
 
 class _Pool:
-    """Workers that are all idle between two calls of `run`; any failure ends them all."""
+    """Workers that wait for their only call."""
 
     def __init__(self):
         self.context: Any = multiprocessing.get_context("forkserver")
@@ -175,6 +174,11 @@ class _Pool:
                 if len(failed) == 1 and rank in failed:
                     limit = min(limit, time.monotonic() + grace)
         if len(results) == n:
+            used, self.workers = self.workers[:n], self.workers[n:]
+            for _, *connections in used:  # nobody needs the group any longer: this tells them to end
+                for connection in connections:
+                    connection.close()
+            self.grow(n)
             return [pickle.loads(results[rank]) for rank in range(n)]
         late = sorted(set(running.values()))
         parts = [f"rank {rank} of {n} failed:\n{text}" for rank, text in failed.items()]
@@ -211,7 +215,7 @@ def _stacks(process, _, stacks) -> str:
 
 
 def _work(connection, stacks) -> None:
-    """Answer calls until the caller is gone."""
+    """Answer one call, and end when the caller closes the connection or is gone."""
     caller = multiprocessing.process.parent_process()
     assert caller is not None
 
@@ -225,18 +229,15 @@ def _work(connection, stacks) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve to nothing
-    while True:
+    try:
+        rank, n, store, timeout, folder, sys.path[:], call = pickle.loads(connection.recv_bytes())
         try:
-            rank, n, store, timeout, folder, sys.path[:], call = pickle.loads(connection.recv_bytes())
-        except (EOFError, OSError):
-            return
-        try:
-            # The group of the call before lives until here, when every rank of it has answered.
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            seconds = timedelta(seconds=timeout)
             dist.init_process_group(
-                "gloo", store=dist.FileStore(store, n), rank=rank, world_size=n, timeout=seconds
+                "gloo",
+                store=dist.FileStore(store, n),
+                rank=rank,
+                world_size=n,
+                timeout=timedelta(seconds=timeout),
             )
             torch.manual_seed(0)
             os.chdir(folder)
@@ -245,3 +246,6 @@ def _work(connection, stacks) -> None:
         except BaseException:
             answer = False, traceback.format_exc()
         connection.send_bytes(pickle.dumps(answer))
+        connection.recv_bytes()  # the group lives until every rank has answered
+    except (EOFError, OSError):
+        os._exit(0)
