@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
-from moekit._random import uniform
 from moekit.mesh import local
+from moekit.random import uniform
 
 Assignment = Literal["top_k", "random", "uniform"]
 
@@ -83,8 +83,8 @@ def route(
         within one. Both look at neither scores nor groups. Weights are the chosen
         experts' scores in all three.
     key : Int[Tensor, ""], optional
-        For ``"random"`` and ``"uniform"``, which need it, alone; see :func:`moekit.make_key` and
-        :func:`moekit.fold_in`.
+        For ``"random"`` and ``"uniform"``, which need it, alone; see :func:`moekit.random.make_key` and
+        :func:`moekit.random.fold_in`.
     token_ids : Int[Tensor, " t"], optional
         Index of each token in the global batch; by default its place in ``x``.
 
@@ -174,7 +174,7 @@ def _check_assignment(assignment: Assignment, key: Tensor | None, bias: Tensor |
     if assignment not in ("random", "uniform"):
         raise ValueError(f"route needs assignment 'top_k', 'random' or 'uniform', got {assignment!r}")
     if key is None:
-        raise ValueError(f"route needs a key for {assignment=}, got None; pass moekit.make_key(seed)")
+        raise ValueError(f"route needs a key for {assignment=}, got None; pass moekit.random.make_key(seed)")
     if bias is not None:
         raise ValueError(
             f"route needs no bias for {assignment=}, which does not look at scores; leave it out"

@@ -12,19 +12,16 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from moekit._optim import (
+from moekit.optim import (
     Optimizer,
     Scaled,
     all_reduce,
     check_names,
     describe_place,
-    held,
-    named,
-    on_mesh,
     place,
     ranks_of,
 )
-from moekit.mesh import map_named
+from moekit.tree import held, map_named, named, on_mesh
 
 
 def shard_optimizer(

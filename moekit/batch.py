@@ -19,6 +19,8 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
+from moekit.mesh import data_mesh
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -104,7 +106,7 @@ def count_tokens(batch: Batch, *, mesh: DeviceMesh | None = None) -> Batch:
     batch : Batch
         This rank's rows.
     mesh : DeviceMesh, optional
-        All ranks that share the global batch, of any number of axes; None is one process.
+        Axes (edp, ep), or one axis of the ranks that share the global batch; None is one process.
 
     Returns
     -------
@@ -113,8 +115,7 @@ def count_tokens(batch: Batch, *, mesh: DeviceMesh | None = None) -> Batch:
     """
     totals = torch.stack([batch.mask.sum(), (batch.documents >= 0).sum()])
     if mesh is not None:
-        flat = mesh if mesh.ndim == 1 else mesh._flatten("dp")
-        totals = fc.wait_tensor(fc.all_reduce(totals, "sum", flat))
+        totals = fc.wait_tensor(fc.all_reduce(totals, "sum", data_mesh(mesh)))
     n_targets, n_tokens = totals.unbind()
     return replace(batch, n_targets=n_targets, n_tokens=n_tokens)
 

@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moekit.config import ModelConfig
-from moekit.mesh import data_mesh, from_shard, layout, map_named, shard_of
+from moekit.mesh import data_mesh, from_shard, layout, shard_of
 from moekit.params import param_dtype, param_shapes
+from moekit.tree import map_named, nested
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -299,8 +300,8 @@ def import_olmoe(
                     )
                 elif first <= piece.expert < end:
                     _part(piece, values, first).copy_(stored[piece.key][:])
-            params[tuple(name.split("."))] = from_shard(name, values, shape, mesh)
-    return TensorDict(params)
+            params[name] = from_shard(name, values, shape, mesh)
+    return nested(params)
 
 
 def export_olmoe(

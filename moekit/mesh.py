@@ -6,13 +6,18 @@ ranks that hold it.
 """
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from moekit.tree import map_named
 
 
 def make_mesh(
@@ -58,15 +63,18 @@ def make_mesh(
     if world == 1 and not started:
         return None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return init_device_mesh(device, (edp, ep), mesh_dim_names=("edp", "ep"))
+    mesh = init_device_mesh(device, (edp, ep), mesh_dim_names=("edp", "ep"))
+    data_mesh(mesh)  # makes its group now, when every rank is here
+    return mesh
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the axes (edp, ep) as one axis ``dp``: the ranks that share a batch.
 
-    Collective at its first call for a mesh, which makes the group.
+    A mesh of one axis is its own. The first call for a mesh makes the group, and is collective over all
+    ranks.
     """
-    return mesh["edp", "ep"]._flatten("dp")
+    return mesh if mesh.ndim == 1 else mesh["edp", "ep"]._flatten("dp")
 
 
 def data_rank(mesh: DeviceMesh | None) -> tuple[int, int]:
@@ -169,15 +177,20 @@ def distribute(params: TensorDict, mesh: DeviceMesh | None) -> TensorDict:
     return map_named(place, params)
 
 
-def map_named(fn, params: TensorDict) -> TensorDict:
-    """Apply ``fn(name, leaf)`` to every leaf; names are joined by dots."""
-    out = TensorDict({})
-    for key in params.keys(True, True):
-        parts = (key,) if isinstance(key, str) else key
-        if any("." in part for part in parts):
-            raise ValueError(
-                f"parameters need names without dots, which join the levels of a tree, got {parts}"
-            )
-        name = ".".join(parts)
-        out[key] = fn(name, params[key])
-    return out
+def sum_over_ranks(tree: Any, *, mesh: DeviceMesh | None = None) -> Any:
+    """Return the tensors of a tree summed over the ranks that share a batch: shares become the whole.
+
+    Collective: one all-reduce per dtype.
+    """
+    if mesh is None:
+        return tree
+    leaves, spec = tree_flatten(tree)
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        by_dtype.setdefault(leaf.dtype, []).append(i)
+    for at in by_dtype.values():
+        flat = fc.all_reduce(torch.cat([leaves[i].reshape(-1) for i in at]), "sum", data_mesh(mesh))
+        flat = fc.wait_tensor(flat)  # else what is returned would still be asynchronous
+        for i, part in zip(at, flat.split([leaves[i].numel() for i in at]), strict=True):
+            leaves[i] = part.view(leaves[i].shape)
+    return tree_unflatten(leaves, spec)

@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from moekit import balance
 from moekit._dispatch import Transport
 from moekit._experts import Kernels
-from moekit._loss import cross_entropy
 from moekit._moe import feed_forward, moe
-from moekit._random import fold_in
 from moekit._route import Assignment, Routing
-from moekit._transforms import remat
 from moekit.batch import Batch
 from moekit.config import ModelConfig
+from moekit.losses import cross_entropy
 from moekit.mesh import local
+from moekit.random import fold_in
+from moekit.transforms import remat
 
 Params = TensorDict | Mapping[str, Any]
 Rope = tuple[Tensor, Tensor]

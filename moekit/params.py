@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moekit.config import ModelConfig
-from moekit.mesh import from_shard, map_named, shard_of
+from moekit.mesh import from_shard, shard_of
+from moekit.tree import map_named, nested
 
 
 def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -105,8 +106,8 @@ def init_params(
         elif device.type != "meta":
             for row in range(local[0]):
                 values[row] = draw_slab(seed, name, offset[0] + row, local[1:]).mul_(config.init_std)
-        params[tuple(name.split("."))] = from_shard(name, values, shape, mesh)
-    return TensorDict(params)
+        params[name] = from_shard(name, values, shape, mesh)
+    return nested(params)
 
 
 def draw_slab(seed: int, name: str, index: int, shape: tuple[int, ...]) -> Tensor:

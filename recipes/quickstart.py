@@ -74,7 +74,7 @@ train_files, held_out_files = corpora.split_files(files, held_out=0.05)
 train, held_out = (corpora.corpus_of_text(part, tokenizer) for part in (train_files, held_out_files))
 loader = data.Loader(data.pack(train, cfg.seq_len), cfg.batch_size, seed=cfg.seed, mesh=mesh)
 
-lr = mk.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=cfg.n_steps, floor=cfg.lr / 10)
+lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=cfg.n_steps, floor=cfg.lr / 10)
 optimizer = mk.chain(mk.clip_by_global_norm(cfg.max_norm), mk.adamw(lr, weight_decay=cfg.weight_decay))
 optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
 state = optimizer.init(params)
@@ -90,7 +90,7 @@ def train_step(params, state, biases, batch):
     batch = mk.count_tokens(batch, mesh=mesh)
     (_, stats), grads = grad_fn(params, batch, biases=biases)
     params, state = optimizer.update(grads, state, params)
-    stats = mk.sum_over_ranks(stats, mesh=mesh)
+    stats = mk.mesh.sum_over_ranks(stats, mesh=mesh)
     return params, state, mk.balance.next_bias(biases, stats["counts"], rate=cfg.bias_rate), stats
 
 
@@ -100,7 +100,7 @@ def bits_per_byte(corpus):
     total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, targets
     for batch in data.Loader(data.pack(corpus, cfg.seq_len), 64, shuffle=False, epochs=1, mesh=mesh):
         batch = mk.count_tokens(batch.to(device), mesh=mesh)
-        stats = mk.sum_over_ranks(loss_fn(params, batch, biases=biases)[1], mesh=mesh)
+        stats = mk.mesh.sum_over_ranks(loss_fn(params, batch, biases=biases)[1], mesh=mesh)
         total += (
             torch.stack([stats["cross_entropy"], torch.ones_like(stats["cross_entropy"])])
             * stats["n_targets"]
@@ -146,7 +146,7 @@ while step < cfg.n_steps:
 
 bpb = bits_per_byte(held_out)
 prompt = torch.tensor([tokenizer.encode("def ")], device=device)
-key = mk.make_key(cfg.seed, device)
+key = mk.random.make_key(cfg.seed, device)
 new = mk.generate(params, prompt, cfg.sample_bytes, config=model, key=key, biases=biases, mesh=mesh)
 if rank == 0:
     trigram = corpora.trigram_bits_per_byte(train_files.values(), held_out_files.values())

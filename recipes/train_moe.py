@@ -92,7 +92,7 @@ loader = data.Loader(data.pack(corpus, cfg.seq_len), cfg.batch_size, seed=cfg.se
 
 # --- Optimizer, one step --------------------------------------------------------------
 
-lr = mk.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=cfg.n_steps)
+lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=cfg.n_steps)
 optimizer = mk.chain(mk.clip_by_global_norm(cfg.max_norm), mk.adamw(lr, weight_decay=cfg.weight_decay))
 optimizer = mk.shard_optimizer(optimizer, reduce=cfg.reduce, mesh=mesh)
 state = optimizer.init(params)
@@ -102,7 +102,7 @@ loss_fn = partial(
 grad_fn = mk.accumulate(
     mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches, on_grad=optimizer.on_grad
 )
-base_key, chooses = mk.make_key(cfg.seed, device), cfg.assignment == "top_k"
+base_key, chooses = mk.random.make_key(cfg.seed, device), cfg.assignment == "top_k"
 
 
 def train_step(params, state, biases, batch, key):
@@ -110,7 +110,7 @@ def train_step(params, state, biases, batch, key):
     batch = mk.count_tokens(batch, mesh=mesh)
     (_, stats), grads = grad_fn(params, batch, biases=biases if chooses else None, key=key)
     params, state = optimizer.update(grads, state, params)
-    stats = mk.sum_over_ranks(stats, mesh=mesh)
+    stats = mk.mesh.sum_over_ranks(stats, mesh=mesh)
     return params, state, mk.balance.next_bias(biases, stats["counts"], rate=cfg.bias_rate), stats
 
 
@@ -134,7 +134,7 @@ flops = plan.flops_per_token(model, cfg.seq_len)
 bar = tqdm(initial=step, total=cfg.n_steps, disable=rank > 0, smoothing=0.05)
 while step < cfg.n_steps:
     began = time.perf_counter()
-    key = None if chooses else mk.fold_in(base_key, step)
+    key = None if chooses else mk.random.fold_in(base_key, step)
     params, state, biases, stats = train_step(params, state, biases, next(loader).to(device), key)
     step += 1
     if step % cfg.log_every == 0 or step == cfg.n_steps:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moekit as mk
-from moekit.mesh import map_named
 from moekit.testing import ranks
+from moekit.tree import map_named
 
 # --- Helpers --------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ def packed_batch(b=4, s=7, vocab_size=17, seed=0):
     documents = (torch.rand(b, s + 1, generator=generator) < 0.3).long().cumsum(1)
     n_real = torch.randint(2, s + 2, (b, 1), generator=generator)
     documents = torch.where(torch.arange(s + 1) < n_real, documents - documents[:, :1], -1)
-    return mk.count_tokens(mk.make_batch(tokens, documents, torch.arange(b)))
+    return mk.count_tokens(mk.batch.make_batch(tokens, documents, torch.arange(b)))
 
 
 def as_rank(fn, rank=5, edp=2, ep=3):

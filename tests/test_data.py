@@ -60,7 +60,7 @@ def test_packing_makes_each_pair_within_a_document_a_target_once(documents, seq_
         n = len(ids) - (not last_ends)
         assert EOS not in ids[:n] or (not pairs if pad else n <= seq_len)
         return
-    batch = mk.make_batch(
+    batch = mk.batch.make_batch(
         *torch.from_numpy(np.stack([samples.row(i) for i in range(len(samples))])).unbind(1),
         torch.arange(len(samples)),
     )

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 import moekit as mk
 from moekit import hf
-from moekit.mesh import map_named
 from moekit.model import logits
 from moekit.params import param_shapes
 from moekit.testing import ranks
+from moekit.tree import map_named
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (moekit[dev])")
 
@@ -110,7 +110,7 @@ def test_logits_and_gradients_equal_those_of_transformers(variant, tmp_path):
     torch.testing.assert_close(got, want.logits, rtol=0, atol=1e-4)
 
     want.loss.backward()
-    batch = mk.count_tokens(mk.make_batch(ids, torch.zeros_like(ids), torch.arange(len(ids))))
+    batch = mk.count_tokens(mk.batch.make_batch(ids, torch.zeros_like(ids), torch.arange(len(ids))))
     (loss, _), grads = mk.value_and_grad(mk.next_token_loss, has_aux=True)(params, batch, config=config)
     torch.testing.assert_close(loss, want.loss.detach(), rtol=1e-5, atol=0)
     leaves, theirs = flat(grads), dict(model.named_parameters())

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from reference import close, draw, refuses
 
-import moekit._loss as loss_module
-from moekit._loss import cross_entropy
+import moekit.losses as loss_module
+from moekit.losses import cross_entropy
 
 V, D = 7, 3
 
@@ -106,7 +106,7 @@ def test_shapes_that_do_not_fit_are_refused(unchecked, wrong):
 
 MEMORY = """
 import torch
-from moekit._loss import cross_entropy
+from moekit.losses import cross_entropy
 torch.set_num_threads(1)
 
 def status(key):

@@ -8,7 +8,8 @@ from tensordict import TensorDict
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import moekit as mk
-from moekit.mesh import data_rank, layout, map_named, shard_of
+from moekit.mesh import data_rank, layout, shard_of
+from moekit.tree import map_named
 
 PARAMS = TensorDict({"norm": draw(3), "moe": {"router": draw(4, 6), "experts": {"down": draw(6, 2, 3)}}})
 
@@ -31,7 +32,7 @@ def test_a_process_that_was_started_alone_has_no_mesh_and_no_process_group(monke
 
 
 def test_without_a_mesh_parameters_and_shapes_pass_as_they_are():
-    assert mk.distribute(PARAMS, None) is PARAMS
+    assert mk.mesh.distribute(PARAMS, None) is PARAMS
     assert mk.local(PARAMS["norm"]) is PARAMS["norm"]
     assert shard_of("moe.experts.down", (6, 2, 3), None) == ((6, 2, 3), (0, 0, 0))
     assert data_rank(None) == (0, 1)
@@ -76,7 +77,7 @@ def test_experts_are_shared_out_over_ep_and_everything_else_is_copied():
 def test_distributed_parameters_hold_a_copy_of_this_ranks_part():
     def held(mesh):
         full = PARAMS.clone()
-        placed = mk.distribute(full, mesh)
+        placed = mk.mesh.distribute(full, mesh)
         full.apply_(lambda x: x.zero_())
         return {name: (p.to_local(), p.shape, p.placements) for name, p in flat(placed).items()}
 
@@ -90,7 +91,7 @@ def test_distributed_parameters_hold_a_copy_of_this_ranks_part():
 def test_a_gradient_read_through_local_is_labelled_as_one_term_of_a_sum():
     def labels(mesh):
         out = {}
-        for name, p in flat(mk.distribute(PARAMS, mesh)).items():
+        for name, p in flat(mk.mesh.distribute(PARAMS, mesh)).items():
             p = p.detach().requires_grad_()
             mk.local(p).square().sum().backward()
             out[name] = (isinstance(p.grad, DTensor), p.grad.placements, p.grad.to_local())
@@ -105,7 +106,7 @@ def test_a_gradient_read_through_local_is_labelled_as_one_term_of_a_sum():
 def test_value_and_grad_keeps_the_labels():
     def labels(mesh):
         loss = mk.value_and_grad(lambda p: sum(mk.local(x).sum() for x in flat(p).values()))
-        return {name: g.placements for name, g in flat(loss(mk.distribute(PARAMS, mesh))[1]).items()}
+        return {name: g.placements for name, g in flat(loss(mk.mesh.distribute(PARAMS, mesh))[1]).items()}
 
     assert as_rank(labels) == {
         "norm": (Partial(),),
@@ -140,7 +141,7 @@ def test_a_process_alone_refuses_a_mesh_of_several_ranks(monkeypatch):
 
 def test_experts_that_ep_does_not_divide_are_named():
     with refuses("moe.experts.down needs the ep axis to divide its 6 experts, got ep=4", RuntimeError):
-        as_rank(lambda mesh: mk.distribute(PARAMS, mesh), edp=2, ep=4)
+        as_rank(lambda mesh: mk.mesh.distribute(PARAMS, mesh), edp=2, ep=4)
 
 
 def test_a_plain_gradient_on_a_mesh_is_refused():

@@ -167,7 +167,7 @@ def test_recomputation_gives_the_same_bits_and_counts(recompute, dtype):
     config, batch = small_config(d_model=8, d_expert=8, **WEIGHTS), packed_batch()
     params = params_of(config, dtype)
     run = mk.value_and_grad(mk.next_token_loss, has_aux=True)
-    options = dict(config=config, assignment="random", key=mk.make_key(0))
+    options = dict(config=config, assignment="random", key=mk.random.make_key(0))
     (loss, stats), grads = run(params, batch, **options)
     (same_loss, same_stats), same_grads = run(params, batch, recompute=recompute, **options)
     want, got = (
@@ -182,7 +182,7 @@ def test_recomputation_gives_the_same_bits_and_counts(recompute, dtype):
 def test_lower_precisions_stay_near_float64(changes):
     config, batch = small_config(**changes, d_expert=8), packed_batch()
     exact = params_of(config, torch.bfloat16)
-    options = dict(config=config, assignment="uniform", key=mk.make_key(0))
+    options = dict(config=config, assignment="uniform", key=mk.random.make_key(0))
     want = model.logits(exact.apply(lambda p: p.double()), batch.tokens, **options)
     for dtype, tol in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
         params = exact.apply(lambda p, dtype=dtype: p.to(torch.promote_types(p.dtype, dtype)))
@@ -206,7 +206,10 @@ def test_random_assignments_follow_the_sample_and_differ_between_layers_and_keys
 
     def ids(order, key=0):
         options = dict(
-            config=config, assignment="random", key=mk.make_key(key), sample_ids=batch.sample_ids[order]
+            config=config,
+            assignment="random",
+            key=mk.random.make_key(key),
+            sample_ids=batch.sample_ids[order],
         )
         return [
             r.expert_ids.view(len(order), -1)
@@ -249,7 +252,7 @@ def test_norms_stand_where_their_placement_says(norm, layer):
     kinds = {name.rpartition("_")[2] for name in params.keys() if "norm" in name}
     assert kinds == {"pre": {"in"}, "post": {"out"}, "peri": {"in", "out"}}[norm]
     options = dict(config=config, documents=batch.documents)
-    got, routing = mk.transformer_block(params, x, rope=rope(7, config), **options)
+    got, routing = mk.model.transformer_block(params, x, rope=rope(7, config), **options)
     close(got, reference.block(params, x, **options)[0])
     assert (routing is None) == (layer == 0)
 

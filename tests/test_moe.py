@@ -14,7 +14,7 @@ import moekit as mk
 from moekit._moe import feed_forward
 
 E, D, H = 6, 8, 8
-KEY = mk.make_key(1)
+KEY = mk.random.make_key(1)
 
 
 def layer(dtype=torch.float64, shared=True):

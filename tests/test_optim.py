@@ -6,34 +6,30 @@ from hypothesis import given, settings, strategies as st
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from moekit._optim import (
+from moekit._shard_optimizer import shard_optimizer
+from moekit.optim import (
     Optimizer,
     Scaled,
     adamw,
     chain,
     clip_by_global_norm,
     global_norm,
-    named,
     unscale,
     warmup_cosine,
     warmup_linear,
 )
-from moekit._shard_optimizer import shard_optimizer
+from moekit.tree import named, nested
 
 SHAPES = {"embedding": (7, 3), "layers.0.norm": (3,), "layers.0.experts.up": (4, 3, 5), "gain": ()}
 
 
-def tree(leaves):
-    return TensorDict({tuple(name.split(".")): leaf for name, leaf in leaves.items()})
-
-
 def random_tree(seed, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    return tree({name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()})
+    return nested({name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()})
 
 
 def clone(params):
-    return tree({name: p.clone() for name, p in named(params).items()})
+    return nested({name: p.clone() for name, p in named(params).items()})
 
 
 def torch_adamw(params, steps, clip=None, schedule=None, mask=None, **options):
@@ -133,7 +129,7 @@ def test_gradients_in_another_memory_order_or_dtype_are_read_right():
         grads["layers", "0", "experts", "up"].permute(2, 0, 1).clone().permute(1, 2, 0)
     )
     assert not odd["embedding"].is_contiguous()
-    for p, g in ((params, odd), (want, tree({n: x.float() for n, x in named(grads).items()}))):
+    for p, g in ((params, odd), (want, nested({n: x.float() for n, x in named(grads).items()}))):
         optimizer = adamw(1e-2)
         optimizer.update(g, optimizer.init(p), p)
     assert_trees_close(params, want, **EXACT)
@@ -163,9 +159,9 @@ def test_a_gradient_that_is_not_finite_skips_the_step(bad, wrap):
 
 def test_the_clip_reports_the_norm_before_it():
     optimizer = chain(clip_by_global_norm(0.5), adamw(1e-2))
-    params = tree({"w": torch.zeros(2), "v": torch.zeros(2)})
+    params = nested({"w": torch.zeros(2), "v": torch.zeros(2)})
     state = optimizer.init(params)
-    optimizer.update(tree({"w": torch.tensor([2.0, 4.0]), "v": torch.tensor([4.0, 8.0])}), state, params)
+    optimizer.update(nested({"w": torch.tensor([2.0, 4.0]), "v": torch.tensor([4.0, 8.0])}), state, params)
     assert state["0", "norm"] == 10 and state["0", "skipped"] == 0
 
 
@@ -173,7 +169,7 @@ def test_unscale_multiplies():
     grads = random_tree(0)
     for got in (
         unscale(Scaled(grads, torch.tensor(0.25))),
-        unscale(tree({n: g / 4 for n, g in named(grads).items()})),
+        unscale(nested({n: g / 4 for n, g in named(grads).items()})),
     ):
         assert_trees_close(got, {name: g / 4 for name, g in named(grads).items()}, **EXACT)
 
@@ -181,13 +177,13 @@ def test_unscale_multiplies():
 def test_a_link_of_ones_own_fits_into_a_chain():
     sign = Optimizer(
         lambda params: TensorDict({}),
-        lambda grads, state, params: (tree({n: g.sign() for n, g in named(unscale(grads)).items()}), state),
+        lambda grads, state, params: (nested({n: g.sign() for n, g in named(unscale(grads)).items()}), state),
     )
     params, want = random_tree(-1), random_tree(-1)
     optimizer = chain(clip_by_global_norm(1.0), sign, adamw(1e-2))
     optimizer.update(random_tree(0), optimizer.init(params), params)
     plain = adamw(1e-2)
-    plain.update(tree({n: g.sign() for n, g in named(random_tree(0)).items()}), plain.init(want), want)
+    plain.update(nested({n: g.sign() for n, g in named(random_tree(0)).items()}), plain.init(want), want)
     assert_trees_close(params, want, **EXACT)
 
 
@@ -196,22 +192,22 @@ def test_a_link_of_ones_own_fits_into_a_chain():
 )
 def test_the_global_norm_of_2_4_and_4_8_is_10(dtypes):
     a, b = (getattr(torch, dtype) for dtype in dtypes)
-    grads = tree(
+    grads = nested(
         {"a": torch.tensor([2, 4], dtype=a), "b": torch.tensor([4, 8], dtype=b), "none": torch.zeros(0, 3)}
     )
     assert global_norm(grads).item() == pytest.approx(10, rel=1e-6)
 
 
 def test_the_global_norm_of_empty_gradients_is_zero():
-    assert global_norm(tree({"a": torch.zeros(0, 3)})) == 0
+    assert global_norm(nested({"a": torch.zeros(0, 3)})) == 0
 
 
 def test_masters_keep_updates_that_bfloat16_loses():
-    params = tree({"w": torch.ones(4, dtype=torch.bfloat16)})
+    params = nested({"w": torch.ones(4, dtype=torch.bfloat16)})
     optimizer = shard_optimizer(adamw(1e-4, eps=0.0))
     state = optimizer.init(params)
     for _ in range(100):
-        optimizer.update(tree({"w": torch.ones(4, dtype=torch.bfloat16)}), state, params)
+        optimizer.update(nested({"w": torch.ones(4, dtype=torch.bfloat16)}), state, params)
     torch.testing.assert_close(state["master", "w"], torch.full((4,), 0.99), rtol=1e-5, atol=0)
     assert params["w"].equal(state["master", "w"].bfloat16()) and params["w"].dtype == torch.bfloat16
 
@@ -268,7 +264,7 @@ def test_an_update_reads_nothing_back_from_the_device():
         chain(clip_by_global_norm(1.0), adamw(warmup_cosine(1e-3, warmup_steps=2, total_steps=9)))
     )
     with FakeTensorMode():
-        params, grads = (tree({n: torch.ones(s) for n, s in SHAPES.items()}) for _ in range(2))
+        params, grads = (nested({n: torch.ones(s) for n, s in SHAPES.items()}) for _ in range(2))
         state = optimizer.init(params)
         optimizer.update(grads, state, params)
         with pytest.raises(DataDependentOutputException):
@@ -298,12 +294,12 @@ def test_an_update_reads_nothing_back_from_the_device():
             "at most one link with an on_grad",
         ),
         (
-            lambda: adamw(1e-3).init(tree({"w": torch.ones(2, dtype=torch.bfloat16)})),
+            lambda: adamw(1e-3).init(nested({"w": torch.ones(2, dtype=torch.bfloat16)})),
             "bfloat16 .* for w; shard_opt",
         ),
-        (lambda: adamw(1e-3).init(tree({"w": torch.ones(2, 3).T})), "contiguous"),
+        (lambda: adamw(1e-3).init(nested({"w": torch.ones(2, 3).T})), "contiguous"),
         (lambda: adamw(1e-3).init(TensorDict({})), "at least one tensor"),
-        (lambda: shard_optimizer(adamw(1e-3)).init(tree({"w": torch.ones(2).long()})), "int64 for w"),
+        (lambda: shard_optimizer(adamw(1e-3)).init(nested({"w": torch.ones(2).long()})), "int64 for w"),
         (lambda: global_norm(TensorDict({})), "at least one tensor"),
     ],
 )

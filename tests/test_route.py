@@ -10,7 +10,7 @@ import moekit as mk
 
 E, D = 8, 5
 ROUTER = draw(D, E, seed=1)
-KEY = mk.make_key(3)
+KEY = mk.random.make_key(3)
 OPTIONS = st.fixed_dictionaries(
     dict(
         top_k=st.integers(1, 4),
@@ -87,7 +87,7 @@ def test_groups_are_those_of_a_search_over_all_choices(n_groups, top_groups, bia
 
 @given(st.permutations(range(100, 112)), st.integers(1, E), st.integers(0, 5))
 def test_a_random_assignment_depends_on_key_and_token_id_alone(ids, top_k, seed):
-    options = dict(top_k=top_k, assignment="random", key=mk.make_key(seed))
+    options = dict(top_k=top_k, assignment="random", key=mk.random.make_key(seed))
     ids = torch.tensor(ids)
     shuffled = mk.route(ROUTER, tokens(12, seed=seed), token_ids=ids, **options).expert_ids
     in_order = mk.route(-ROUTER, tokens(12), token_ids=torch.arange(100, 112), **options).expert_ids
@@ -99,7 +99,7 @@ def test_a_random_assignment_depends_on_key_and_token_id_alone(ids, top_k, seed)
 def test_token_ids_are_places_by_default_and_other_keys_choose_otherwise():
     first, same, other = (
         mk.route(ROUTER, tokens(50), top_k=2, assignment="random", key=key, token_ids=ids).expert_ids
-        for key, ids in ((KEY, None), (KEY, torch.arange(50)), (mk.fold_in(KEY, 0), None))
+        for key, ids in ((KEY, None), (KEY, torch.arange(50)), (mk.random.fold_in(KEY, 0), None))
     )
     assert torch.equal(first, same) and not torch.equal(first, other)
 
@@ -112,7 +112,9 @@ def evenly(counts):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_random_assignment_draws_pairs_uniformly_without_replacement_and_apart_from_other_tokens(seed):
-    ids = mk.route(ROUTER, tokens(5600), top_k=2, assignment="random", key=mk.make_key(seed)).expert_ids
+    ids = mk.route(
+        ROUTER, tokens(5600), top_k=2, assignment="random", key=mk.random.make_key(seed)
+    ).expert_ids
     pairs, neighbours = (
         torch.bincount(a * E + b, minlength=E * E).view(E, E)
         for a, b in ((ids[:, 0], ids[:, 1]), (ids[:-1, 0], ids[1:, 0]))
@@ -127,7 +129,12 @@ def test_loads_of_a_uniform_assignment_differ_by_at_most_one(n_experts, data):
     top_k = data.draw(st.integers(1, n_experts))
     ids = torch.arange(first, first + t)
     routing = mk.route(
-        draw(D, n_experts), tokens(t), top_k=top_k, assignment="uniform", key=mk.make_key(seed), token_ids=ids
+        draw(D, n_experts),
+        tokens(t),
+        top_k=top_k,
+        assignment="uniform",
+        key=mk.random.make_key(seed),
+        token_ids=ids,
     )
     assert routing.counts.max() - routing.counts.min() <= 1 and routing.counts.sum() == t * top_k
     assert all(len(set(row)) == top_k for row in routing.expert_ids.tolist())
@@ -135,7 +142,9 @@ def test_loads_of_a_uniform_assignment_differ_by_at_most_one(n_experts, data):
 
 def test_a_uniform_assignment_starts_at_an_expert_that_the_key_decides():
     starts = [
-        mk.route(ROUTER, tokens(1), top_k=1, assignment="uniform", key=mk.make_key(seed)).expert_ids.item()
+        mk.route(
+            ROUTER, tokens(1), top_k=1, assignment="uniform", key=mk.random.make_key(seed)
+        ).expert_ids.item()
         for seed in range(50)
     ]
     assert set(starts) == set(range(E))
@@ -188,11 +197,11 @@ def test_a_routing_is_a_pytree_that_knows_its_number_of_experts():
         (dict(assignment="hash"), "route needs assignment 'top_k', 'random' or 'uniform', got 'hash'"),
         (
             dict(assignment="random"),
-            "route needs a key for assignment='random', got None; pass moekit.make_key(seed)",
+            "route needs a key for assignment='random', got None; pass moekit.random.make_key(seed)",
         ),
         (
             dict(assignment="uniform"),
-            "route needs a key for assignment='uniform', got None; pass moekit.make_key(seed)",
+            "route needs a key for assignment='uniform', got None; pass moekit.random.make_key(seed)",
         ),
         (dict(key=KEY), "route needs no key for assignment='top_k', got one; leave it out"),
         (

@@ -253,7 +253,7 @@ def test_batches_that_do_not_divide_and_numbers_below_one_are_refused():
 def test_without_a_mesh_nothing_is_summed_over_ranks():
     assert mk.data_parallel(run, mesh=None) is run
     aux = {"x": X}
-    assert mk.sum_over_ranks(aux, mesh=None) is aux
+    assert mk.mesh.sum_over_ranks(aux, mesh=None) is aux
 
 
 # --- remat ----------------------------------------------------------------------------

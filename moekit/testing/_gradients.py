@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moekit._transforms import accumulate, data_parallel, value_and_grad
-from moekit.mesh import data_rank, distribute, make_mesh, map_named
+from moekit.mesh import data_rank, distribute, make_mesh
 from moekit.testing._ranks import ranks
+from moekit.transforms import accumulate, data_parallel, value_and_grad
+from moekit.tree import map_named
 
 Layout = Mapping[str, Any]
 

@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 import moekit as mk
 import moekit.mesh
 from moekit.balance import next_bias
-from moekit.mesh import data_mesh, data_rank, map_named
+from moekit.mesh import data_mesh, data_rank
 from moekit.testing import check_gradients, ranks
+from moekit.tree import map_named
 
 from .tiny import BATCH, SIZES, loss_of, model, rows_of
 
@@ -60,7 +61,7 @@ def test_expert_gradients_are_those_of_the_dense_sum_whatever_ep_is():
         mesh = cpu_mesh(edp, ep)
         step = mk.data_parallel(mk.value_and_grad(lambda p, x: loss(p, x, mesh=mesh)), mesh=mesh)
         rank, n = data_rank(mesh)
-        value, grads = step(mk.distribute(params, mesh), x.chunk(n)[rank])
+        value, grads = step(mk.mesh.distribute(params, mesh), x.chunk(n)[rank])
         return value, [grads["experts", name].full_tensor() for name in ("gate_up", "down")]
 
     for edp, ep in MESHES[:6]:
@@ -76,7 +77,7 @@ def test_router_weights_stay_the_same_on_every_rank_and_on_every_layout_after_st
         mesh = cpu_mesh(edp, ep)
         rank, n = data_rank(mesh)
         batch = mk.batch.split_batch(BATCH, n)[rank]
-        mine = mk.distribute(params, mesh)
+        mine = mk.mesh.distribute(params, mesh)
         loss = lambda p, b: mk.next_token_loss(p, b, config=config, mesh=mesh)  # noqa: E731
         step = mk.data_parallel(mk.value_and_grad(loss, has_aux=True), mesh=mesh)
         for _ in range(3):
@@ -109,7 +110,7 @@ def test_an_expert_without_tokens_has_a_zero_gradient_even_where_a_whole_rank_ha
             )
             batch = mk.batch.split_batch(BATCH, 2)[dist.get_rank()]
             grad_fn = mk.value_and_grad(loss, has_aux=True)
-            (_, stats), grads = grad_fn(mk.distribute(params.to(dtype), mesh), batch)
+            (_, stats), grads = grad_fn(mk.mesh.distribute(params.to(dtype), mesh), batch)
             return stats["counts"], {name: g.to_local() for name, g in named(grads).items()}
 
         (counts, with_rows), (_, without) = ranks(2)(run)
@@ -163,7 +164,7 @@ def test_every_rank_says_that_experts_do_not_divide_and_none_waits():
             message(mk.make_mesh, edp=2, ep=4, device="cpu"),
             message(mk.make_mesh, ep=4, n_experts=6, device="cpu"),
             message(mk.init_params, config, mesh=mesh),
-            message(mk.distribute, params, mesh),
+            message(mk.mesh.distribute, params, mesh),
             message(mk.dispatch, x, routing, mesh=mesh["ep"]),
             message(mk.dispatch, x, routing, mesh=mesh),
             message(mk.moe, params["layers", "1", "moe"], x, top_k=1, mesh=mesh["ep"]),
@@ -199,7 +200,7 @@ def init(config, edp, ep, dtype):
     data_mesh(mesh)
     with Largest() as largest:
         params = mk.init_params(config, seed=5, dtype=dtype, mesh=mesh)
-    again = mk.distribute(mk.init_params(config, seed=5, dtype=dtype), mesh)
+    again = mk.mesh.distribute(mk.init_params(config, seed=5, dtype=dtype), mesh)
     held = {name: p.to_local() for name, p in named(params).items()}
     assert all(torch.equal(p.to_local(), held[name]) for name, p in named(again).items())
     places = {name: (p.device_mesh.mesh_dim_names, p.placements) for name, p in named(params).items()}
@@ -252,7 +253,7 @@ def test_counts_are_summed_over_the_ranks_of_a_stage_only_and_a_stage_without_ex
             return None
         counts = torch.tensor([[6, 0], [0, 4]][stage]) + dist.get_rank() % 2
         bias = next_bias(torch.zeros(2), counts, rate=0.5, mesh=mesh)
-        return bias.tolist(), mk.sum_over_ranks(counts, mesh=mesh).tolist()
+        return bias.tolist(), mk.mesh.sum_over_ranks(counts, mesh=mesh).tolist()
 
     first, second = ([-0.5, 0.5], [13, 1]), ([0.5, -0.5], [1, 9])
     assert ranks(4)(run, (0, 1)) == [first, first, second, second]
@@ -285,7 +286,7 @@ def test_a_tree_is_summed_over_ranks_leaf_by_leaf_in_its_own_dtype():
             "stats": (torch.tensor([1.0, r]), torch.zeros(0), torch.tensor(2.0, dtype=torch.bfloat16)),
         }
         before = [x.clone() for x in tree_leaves(tree)]
-        out = mk.sum_over_ranks(tree, mesh=mesh)
+        out = mk.mesh.sum_over_ranks(tree, mesh=mesh)
         assert all(map(torch.equal, before, tree_leaves(tree)))
         assert all(type(x) is torch.Tensor for x in tree_leaves(out))
         return out
@@ -300,11 +301,11 @@ def test_a_tree_is_summed_over_ranks_leaf_by_leaf_in_its_own_dtype():
 
 def test_one_process_sums_nothing():
     tree = {"a": torch.ones(2)}
-    assert mk.sum_over_ranks(tree) is tree
+    assert mk.mesh.sum_over_ranks(tree) is tree
     grad_fn = mk.value_and_grad(lambda p: p["w"].sum())
     assert mk.data_parallel(grad_fn) is grad_fn
     params = TensorDict({"w": torch.ones(2)})
-    assert mk.distribute(params, None) is params
+    assert mk.mesh.distribute(params, None) is params
 
 
 # --- Placements ------------------------------------------------------------------------
@@ -318,7 +319,7 @@ def weights():
 def test_gradients_say_what_is_still_to_be_summed_and_data_parallel_sums_it():
     def run(edp, ep):
         mesh, r = cpu_mesh(edp, ep), dist.get_rank()
-        params = mk.distribute(weights(), mesh)
+        params = mk.mesh.distribute(weights(), mesh)
 
         def loss(params, factor):
             total = mk.local(params["experts", "w"]).sum() + mk.local(params["w"]).sum()
@@ -346,7 +347,7 @@ def test_gradients_say_what_is_still_to_be_summed_and_data_parallel_sums_it():
 def test_buffers_are_used_again_and_summed_gradients_are_refused_as_buffers():
     def run():
         mesh, r = cpu_mesh(2, 1), dist.get_rank()
-        params, x = mk.distribute(weights(), mesh), torch.ones(4, 2) * (r + 1)
+        params, x = mk.mesh.distribute(weights(), mesh), torch.ones(4, 2) * (r + 1)
         grad_fn = mk.accumulate(mk.value_and_grad(lambda p, x: (x * mk.local(p["w"])).sum()), 2)
         step, params = mk.data_parallel(grad_fn, mesh=mesh), params.select("w")
         _, first = grad_fn(params, x)
@@ -372,7 +373,7 @@ def test_data_parallel_refuses_gradients_that_do_not_say_where_they_stand():
 def test_distribute_gives_each_rank_a_copy_of_its_own_rows():
     def run():
         full = weights()
-        params = mk.distribute(full, cpu_mesh(2, 2))
+        params = mk.mesh.distribute(full, cpu_mesh(2, 2))
         map_named(lambda _, p: p.to_local().add_(100), params)
         assert named(full)["w"].tolist() == [0, 1] and named(full)["experts.w"][0, 0] == 0
         experts, w = params["experts", "w"], params["w"]

@@ -8,8 +8,9 @@ from torch.distributed.tensor import Replicate
 
 import moekit as mk
 from moekit._dispatch import TRANSPORTS
-from moekit.mesh import data_rank, map_named
+from moekit.mesh import data_rank
 from moekit.testing import check_gradients, check_transport
+from moekit.tree import map_named
 
 from .tiny import BATCH, batch_of, loss_of, model
 

@@ -36,10 +36,10 @@ MODELS = {  # name: (changes of the configuration, options of the loss)
         ),
         {},
     ),
-    "random assignment": (dict(d_shared=0), dict(assignment="random", key=mk.make_key(3))),
+    "random assignment": (dict(d_shared=0), dict(assignment="random", key=mk.random.make_key(3))),
     "uniform assignment, top-1": (
         dict(top_k=1, normalize="none"),
-        dict(assignment="uniform", key=mk.make_key(4)),
+        dict(assignment="uniform", key=mk.random.make_key(4)),
     ),
     "every token to every expert": (dict(top_k=8), {}),
     "balance over the batch": (dict(balance_population="batch", balance_weight=3.0), {}),
@@ -80,7 +80,9 @@ def test_every_gradient_of_these_models_says_what_is_still_to_be_summed():
         for name in MODELS:
             loss, params = loss_of(name)
             grad_fn = mk.value_and_grad(lambda *args, loss=loss: loss(*args, mesh=mesh), has_aux=True)
-            _, grads = grad_fn(mk.distribute(params, mesh), mk.batch.split_batch(BATCH, 4)[dist.get_rank()])
+            _, grads = grad_fn(
+                mk.mesh.distribute(params, mesh), mk.batch.split_batch(BATCH, 4)[dist.get_rank()]
+            )
             for key, g in grads.items(True, True):
                 want = (Partial(), Shard(0)) if "experts" in key else (Partial(),)
                 assert g.placements == want, f"{key} of {name}: {g.placements}"

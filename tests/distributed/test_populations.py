@@ -39,7 +39,7 @@ def batch_of(rows):
         flat = torch.cat(row)
         tokens[i, : len(flat)] = flat
         of[i, : len(flat)] = torch.arange(len(row)).repeat_interleave(torch.tensor([len(x) for x in row]))
-    return mk.count_tokens(mk.make_batch(tokens, of, torch.arange(len(rows))))
+    return mk.count_tokens(mk.batch.make_batch(tokens, of, torch.arange(len(rows))))
 
 
 PACKED = batch_of(documents())
@@ -58,7 +58,7 @@ def measure(batch, edp, ep, rows, micro_batches):
     results = []
     for n in micro_batches:
         step = mk.data_parallel(mk.accumulate(mk.value_and_grad(loss, has_aux=True), n), mesh=mesh)
-        (value, stats), grads = step(mk.distribute(PARAMS, mesh), batch)
+        (value, stats), grads = step(mk.mesh.distribute(PARAMS, mesh), batch)
         routers = [grads["layers", str(i), "moe", "router"] for i in range(2)]
         routers = routers if mesh is None else [g.to_local() for g in routers]
         results.append(dict(stats, loss=value, routers=torch.stack(routers)))
@@ -190,7 +190,7 @@ def test_the_batch_as_population_cannot_be_accumulated():
         batch = rows_of(PACKED, 4 * rank, 4 * rank + 4)
         loss = lambda *args: mk.next_token_loss(*args, config=config, mesh=mesh)  # noqa: E731
         step = mk.accumulate(mk.value_and_grad(loss, has_aux=True), n)
-        return step(mk.distribute(params, mesh), batch)[0][0]
+        return step(mk.mesh.distribute(params, mesh), batch)[0][0]
 
     ranks(2)(run, 1)
     with pytest.raises(RuntimeError, match="needs the whole batch in one call, but it is accumulated"):

@@ -12,20 +12,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moekit._optim import (
+from moekit._shard_optimizer import shard_optimizer
+from moekit.mesh import data_mesh, distribute, layout, local, make_mesh
+from moekit.optim import (
     Optimizer,
     adamw,
     chain,
     clip_by_global_norm,
     global_norm,
-    named,
-    on_mesh,
     warmup_cosine,
 )
-from moekit._shard_optimizer import shard_optimizer
-from moekit._transforms import accumulate, value_and_grad
-from moekit.mesh import data_mesh, distribute, layout, local, make_mesh
 from moekit.testing import ranks
+from moekit.transforms import accumulate, value_and_grad
+from moekit.tree import named, nested, on_mesh
 
 MESHES = [(1, 1), (2, 1), (4, 1), (2, 2), (1, 4)]
 # One row fewer than ranks, more rows than ranks but not a multiple, one row, no dim at all.
@@ -42,12 +41,8 @@ SHAPES = {
 }
 
 
-def tree(leaves):
-    return TensorDict({tuple(name.split(".")): leaf for name, leaf in leaves.items()})
-
-
 def clone(params):
-    return tree({name: on_mesh(held.clone(), like=p) for name, p, held in each(params)})
+    return nested({name: on_mesh(held.clone(), like=p) for name, p, held in each(params)})
 
 
 def each(params):
@@ -66,9 +61,9 @@ def random_leaves(seed, shapes=SHAPES, *, dyadic=True):
 def share(mesh, step, shapes=SHAPES, *, dtype=torch.float32, dyadic=True):
     """Return this rank's part of the gradients of a step, to be summed."""
     leaves = random_leaves(1000 * step + dist.get_rank(), shapes, dyadic=dyadic)
-    params = distribute(tree(leaves), mesh)
+    params = distribute(nested(leaves), mesh)
     partial = {n: [Partial() if q.is_replicate() else q for q in p.placements] for n, p, _ in each(params)}
-    return tree({n: on_mesh(x.to(dtype), like=p, placements=partial[n]) for n, p, x in each(params)})
+    return nested({n: on_mesh(x.to(dtype), like=p, placements=partial[n]) for n, p, x in each(params)})
 
 
 def summed(edp, ep, step, shapes=SHAPES):
@@ -129,7 +124,7 @@ def subtract():
 
 def train(edp, ep, steps, dtype, clip):
     mesh = make_mesh(edp=edp, ep=ep)
-    params = distribute(tree({n: x.to(dtype) for n, x in random_leaves(-1).items()}), mesh)
+    params = distribute(nested({n: x.to(dtype) for n, x in random_leaves(-1).items()}), mesh)
     links = [clip_by_global_norm(clip)] if clip else []
     lr = warmup_cosine(1e-2, warmup_steps=3, total_steps=15)
     inner = chain(*links, adamw(lr, eps=1e-8, weight_decay=0.1, mask=lambda name, p: p.ndim > 1))
@@ -177,13 +172,13 @@ def check_transport(edp, ep, reduce, bucket_bytes):
         sizes = torch.randint(1, 11, (2, 4, 4), generator=torch.Generator().manual_seed(seed)).tolist()
         shapes = {f"{i}.leaf{n}": tuple(sizes[i][n][:n]) for n in range(4) for i in range(2)}
         shapes |= {f"{i}.experts.leaf{n}": (4, *sizes[i][n][:n]) for n in range(4) for i in range(2)}
-        params = distribute(tree(random_leaves(seed, shapes)), mesh)
+        params = distribute(nested(random_leaves(seed, shapes)), mesh)
         optimizer = shard_optimizer(subtract(), reduce=reduce, mesh=mesh, bucket_bytes=bucket_bytes)
         state = optimizer.init(params)
         assert_close(full(state["master"]), full(params), **EXACT)
         grads = share(mesh, seed, shapes)
         if reduce == "micro_batch":
-            grads = tree({name: optimizer.on_grad(name, g) for name, g in named(grads).items()})
+            grads = nested({name: optimizer.on_grad(name, g) for name, g in named(grads).items()})
             assert [g.placements for g in named(grads).values()] == [
                 m.placements for m in named(state["master"]).values()
             ]
@@ -211,7 +206,7 @@ def many_leaves(mesh):
     shapes |= {f"layers.{i}.norm{k}": (5 + k,) for i in range(4) for k in range(3)}
     leaves = random_leaves(-1, shapes)
     low = {n: x if n.endswith("norm0") else x.bfloat16() for n, x in leaves.items()}
-    return shapes, distribute(tree(low), mesh)
+    return shapes, distribute(nested(low), mesh)
 
 
 def run_with_buckets(bucket_bytes):
@@ -252,7 +247,7 @@ def test_buckets_stay_within_their_bytes():
 def run_expert_shards():
     mesh = make_mesh(edp=4, ep=2)
     shapes = {"experts.up": (8, 32, 12), "experts.down": (8, 12, 32), "router": (32, 8), "norm": (32,)}
-    params = distribute(tree({n: x.bfloat16() for n, x in random_leaves(-1, shapes).items()}), mesh)
+    params = distribute(nested({n: x.bfloat16() for n, x in random_leaves(-1, shapes).items()}), mesh)
     optimizer = shard_optimizer(chain(clip_by_global_norm(1.0), adamw(1e-2)), mesh=mesh)
     state = optimizer.init(params)
     with Collectives() as seen:
@@ -291,7 +286,7 @@ def test_moments_of_experts_are_spread_over_edp_and_no_expert_gradient_is_gather
 def run_modes(reduce):
     mesh = make_mesh(edp=2, ep=2)
     shapes = {"w": (6, 4), "experts.up": (4, 6)}
-    params = distribute(tree(random_leaves(-1, shapes)), mesh)
+    params = distribute(nested(random_leaves(-1, shapes)), mesh)
     optimizer = shard_optimizer(chain(clip_by_global_norm(1.0), adamw(1e-2)), reduce=reduce, mesh=mesh)
     state = optimizer.init(params)
 
@@ -369,9 +364,9 @@ def test_the_norm_is_the_same_on_every_layout(edp, ep):
         grads = {name: optimizer.on_grad(name, g) for name, g in named(share(mesh, 0)).items()}
         whole = {name: g.redistribute(placements=layout(name, mesh)[1]) for name, g in grads.items()}
         return (
-            global_norm(tree(grads)),
-            global_norm(tree(whole)),
-            global_norm(tree(whole), mesh=data_mesh(mesh)),
+            global_norm(nested(grads)),
+            global_norm(nested(whole)),
+            global_norm(nested(whole), mesh=data_mesh(mesh)),
         )
 
     want = torch.cat([g.double().reshape(-1) for g in summed(edp, ep, 0).values()]).norm().item()
@@ -384,7 +379,7 @@ def test_the_norm_is_the_same_on_every_layout(edp, ep):
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(bad, leaf):
     def fn(seen_bad):
         mesh = make_mesh(edp=2, ep=2)
-        params = distribute(tree(random_leaves(-1)), mesh)
+        params = distribute(nested(random_leaves(-1)), mesh)
         optimizer = shard_optimizer(chain(clip_by_global_norm(1.0), adamw(1e-2, weight_decay=0.1)), mesh=mesh)
         state = optimizer.init(params)
         for step in range(3):
@@ -430,7 +425,7 @@ def test_a_fake_group_of_512_ranks_runs_an_update_without_reading_a_value():
         optimizer = shard_optimizer(chain(clip_by_global_norm(1.0), adamw(schedule)), mesh=mesh)
         with FakeTensorMode(), Collectives() as seen:
             params, grads = (
-                tree({name: placed(mesh, name, shape, grad) for name, shape in shapes.items()})
+                nested({name: placed(mesh, name, shape, grad) for name, shape in shapes.items()})
                 for grad in (False, True)
             )
             optimizer.update(grads, optimizer.init(params), params)
@@ -444,7 +439,7 @@ def wrong_calls():
     mesh = make_mesh(edp=2, ep=1)
     dp = data_mesh(mesh)
     leaves = {"w": torch.ones(4, 3), "experts.up": torch.ones(2, 4)}
-    good = distribute(tree(leaves), mesh)
+    good = distribute(nested(leaves), mesh)
     optimizer = shard_optimizer(chain(clip_by_global_norm(1.0), adamw(1e-2)), mesh=mesh)
     alone = init_device_mesh("cpu", (2,), mesh_dim_names=("alone",))
     placed = lambda x, on, *where: DTensor.from_local(x, on, where, run_check=False)  # noqa: E731
@@ -462,7 +457,9 @@ def wrong_calls():
         torch.ones(2), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"], Replicate()
     )
     shards = shard_optimizer(subtract(), reduce="micro_batch", mesh=mesh)
-    other_state = shard_optimizer(chain(clip_by_global_norm(1.0), adamw(1e-2)), mesh=None).init(tree(leaves))
+    other_state = shard_optimizer(chain(clip_by_global_norm(1.0), adamw(1e-2)), mesh=None).init(
+        nested(leaves)
+    )
     return {
         "missing: ['w'], not a parameter: []": lambda: update(grads(w=None)),
         "missing: [], not a parameter: ['x']": lambda: update(grads(x=named(grads())["w"])),
@@ -478,7 +475,7 @@ def wrong_calls():
         "got (Partial(avg),)": lambda: update(grads(w=placed(torch.ones(4, 3), dp, Partial("avg")))),
         "(summed), on the parameter's mesh, got a plain tensor": lambda: update(grads(w=torch.ones(4, 3))),
         "needs DTensors on a mesh, got a plain tensor for w": lambda: optimizer.init(
-            tree({"w": torch.ones(2)})
+            nested({"w": torch.ones(2)})
         ),
         "needs a mesh of the ranks that hold w": lambda: shard_optimizer(subtract()).init(good),
         "got [0, 1]": lambda: optimizer.init(TensorDict({"w": of_rank_0})),

@@ -39,7 +39,7 @@ def batch_of(documents, vocab_size=SIZES["vocab_size"]):
     documents = torch.tensor(documents)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, documents.shape, generator=generator)
-    return mk.count_tokens(mk.make_batch(tokens, documents, torch.arange(len(documents))))
+    return mk.count_tokens(mk.batch.make_batch(tokens, documents, torch.arange(len(documents))))
 
 
 # 16 rows whose parts on 2, 4 or 8 ranks, and halves of these, have unequal numbers of targets and of tokens.

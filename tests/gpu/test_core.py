@@ -37,7 +37,7 @@ def make(dtype, mesh=None):
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, CONFIG.vocab_size, (4, 257), generator=generator)
     documents = (torch.arange(257) // 100).expand(4, -1)
-    batch = mk.count_tokens(mk.make_batch(tokens, documents, torch.arange(4)).to("cuda"), mesh=mesh)
+    batch = mk.count_tokens(mk.batch.make_batch(tokens, documents, torch.arange(4)).to("cuda"), mesh=mesh)
     return params, batch
 
 
@@ -70,11 +70,11 @@ def test_a_training_step_does_not_wait_for_the_device():
     params, batch = make(torch.bfloat16)
     loss_fn = functools.partial(mk.next_token_loss, config=CONFIG, recompute="block")
     grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), 2)
-    schedule = mk.warmup_cosine(1e-3, warmup_steps=2, total_steps=10)
+    schedule = mk.optim.warmup_cosine(1e-3, warmup_steps=2, total_steps=10)
     optimizer = mk.shard_optimizer(mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(schedule)))
     state = optimizer.init(params)
     biases = torch.zeros(CONFIG.n_moe_layers, CONFIG.n_experts, device="cuda")
-    keys = [mk.make_key(i, "cuda") for i in range(3)]
+    keys = [mk.random.make_key(i, "cuda") for i in range(3)]
     losses = []
     for key in keys:
         (loss, stats), grads = grad_fn(params, batch, key=key, assignment="random")

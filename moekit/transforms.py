@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as fc
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch.utils.checkpoint import checkpoint
 
 from moekit.batch import split_batch
-from moekit.mesh import data_mesh, map_named
+from moekit.mesh import sum_over_ranks
+from moekit.tree import at_least_float32, held, map_named, named, nested, on_mesh
 
 OnGrad = Callable[[str, Tensor], Tensor | None]
 
@@ -87,7 +87,7 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
             raise ValueError(
                 f"value_and_grad needs every parameter in the loss, no gradient reached {', '.join(missing)}"
             )
-        tree = TensorDict({tuple(n.split(".")): grads[n] for n in leaves if grads[n] is not None})
+        tree = nested({name: grads[name] for name in leaves if grads[name] is not None})
         loss = loss.detach()
         if has_aux:
             return (loss, tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)), tree
@@ -130,27 +130,25 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
 
     def run(params: TensorDict, batch: Any, *, into: TensorDict | None = None, **kwargs: Any):
         sums: dict[str, Tensor] = {}
-        buffers: dict[str, Any] = {} if into is None else _named(into)
+        buffers: dict[str, Any] = {} if into is None else named(into)
 
         def add(name: str, grad: Tensor) -> None:
             new = grad if on_grad is None else on_grad(name, grad)
             if new is None:
                 return
             if name in sums:
-                _plain(sums[name]).add_(_plain(new))
+                held(sums[name]).add_(held(new))
             elif name in buffers:
                 sums[name] = _checked_buffer(name, buffers[name], new)
-                _plain(sums[name]).copy_(_plain(new))
+                held(sums[name]).copy_(held(new))
             else:
-                sums[name] = _at_least_float32(new)
+                sums[name] = at_least_float32(new)
 
         total = None
         for part in split_batch(batch, n_microbatches):
             value, _ = grad_fn(params, part, on_grad=add, **kwargs)
             total = value if total is None else _tree_add(total, value)
-        return total, TensorDict(
-            {tuple(name.split(".")): sums[name] for name in _named(params) if name in sums}
-        )
+        return total, nested({name: sums[name] for name in named(params) if name in sums})
 
     return run
 
@@ -179,7 +177,7 @@ def data_parallel(grad_fn: Callable, *, mesh: DeviceMesh | None = None) -> Calla
         if not isinstance(grad, DTensor):
             raise ValueError(
                 f"data_parallel needs DTensor gradients on a mesh, got a plain one for {name}; "
-                "place the parameters with moekit.distribute or init_params(mesh=mesh)"
+                "place the parameters with moekit.mesh.distribute or init_params(mesh=mesh)"
             )
         return grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
 
@@ -190,25 +188,6 @@ def data_parallel(grad_fn: Callable, *, mesh: DeviceMesh | None = None) -> Calla
     return run
 
 
-def sum_over_ranks(tree: Any, *, mesh: DeviceMesh | None = None) -> Any:
-    """Return the tensors of a tree summed over the ranks that share a batch: shares become the whole.
-
-    Collective: one all-reduce per dtype.
-    """
-    if mesh is None:
-        return tree
-    leaves, spec = tree_flatten(tree)
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        by_dtype.setdefault(leaf.dtype, []).append(i)
-    for at in by_dtype.values():
-        flat = fc.all_reduce(torch.cat([leaves[i].reshape(-1) for i in at]), "sum", data_mesh(mesh))
-        flat = fc.wait_tensor(flat)  # else what is returned would still be asynchronous
-        for i, part in zip(at, flat.split([leaves[i].numel() for i in at]), strict=True):
-            leaves[i] = part.view(leaves[i].shape)
-    return tree_unflatten(leaves, spec)
-
-
 def remat(block: Callable, recompute: str | Iterable[str] = "block") -> Callable:
     """Return a block that recomputes in its backward what it does not keep.
 
@@ -216,7 +195,8 @@ def remat(block: Callable, recompute: str | Iterable[str] = "block") -> Callable
     ----------
     block : callable
         Any function for ``"none"`` and ``"block"``. For a list, one that takes ``wrap``, as
-        :func:`moekit.transformer_block` does: ``wrap(name, fn)`` is called on each part that has a name.
+        :func:`moekit.model.transformer_block` does: ``wrap(name, fn)`` is called on each part that has a
+        name.
     recompute : {"none", "block"} or iterable of str
         Nothing, the whole block, or the parts to recompute, e.g. ``("attention", "ffn")``.
 
@@ -271,7 +251,7 @@ def _checkpointed(fn: Callable) -> Callable:
 
 def _checked_buffer(name: str, buffer: Tensor, grad: Tensor) -> Tensor:
     dtype = torch.promote_types(grad.dtype, torch.float32)
-    if buffer.dtype != dtype or _plain(buffer).shape != _plain(grad).shape:
+    if buffer.dtype != dtype or held(buffer).shape != held(grad).shape:
         raise ValueError(
             f"accumulate needs a {dtype} buffer {tuple(grad.shape)} for {name}, "
             f"got {buffer.dtype} {tuple(buffer.shape)}; pass what an earlier call returned"
@@ -289,28 +269,8 @@ def _strided_like(p: Tensor, grad: Tensor) -> Tensor:
     """Lay a gradient out as its parameter: torch 2.11 copies others, and sums what is Partial on the way."""
     if not isinstance(grad, DTensor) or grad.stride() == p.stride():
         return grad
-    laid_out = torch.empty_like(_plain(p), dtype=grad.dtype).copy_(_plain(grad))
-    return DTensor.from_local(
-        laid_out, grad.device_mesh, grad.placements, run_check=False, shape=p.shape, stride=p.stride()
-    )
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    """Convert; a DTensor's own ``.to`` may sum what is Partial."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    if not isinstance(x, DTensor):
-        return x.to(dtype)
-    return DTensor.from_local(
-        x.to_local().to(dtype), x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride()
-    )
-
-
-def _named(tree: TensorDict) -> dict[str, Any]:
-    return {key if isinstance(key, str) else ".".join(key): leaf for key, leaf in tree.items(True, True)}
-
-
-def _plain(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+    laid_out = torch.empty_like(held(p), dtype=grad.dtype).copy_(held(grad))
+    return on_mesh(laid_out, like=p, placements=grad.placements)
 
 
 def _tree_add(a: Any, b: Any) -> Any:

@@ -7,9 +7,9 @@ from jaxtyping import Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from moekit._random import fold_in, uniform
 from moekit.config import ModelConfig
 from moekit.model import logits
+from moekit.random import fold_in, uniform
 
 
 @torch.no_grad()
@@ -41,7 +41,7 @@ def generate(
     config : ModelConfig
         The model.
     key : Int[Tensor, ""]
-        See :func:`moekit.make_key`.
+        See :func:`moekit.random.make_key`.
     temperature : float
         0 takes the most likely token.
     window : int, optional

@@ -8,12 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from moekit.mesh import map_named
+from moekit.tree import held, map_named, named, on_mesh
 
 Schedule = Callable[[Tensor], Tensor]
 
@@ -381,30 +380,6 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
         return x
     c10d = torch.ops._c10d_functional
     return c10d.wait_tensor(c10d.all_reduce(x, "sum", mesh.get_group(axis).group_name))
-
-
-def named(tree: TensorDict) -> dict[str, Tensor]:
-    """Return the leaves of a nested tree by dotted name; at least one."""
-    leaves: dict[str, Any] = {k if isinstance(k, str) else ".".join(k): x for k, x in tree.items(True, True)}
-    if not leaves:
-        raise ValueError("an optimizer needs a tree with at least one tensor, got an empty one")
-    return leaves
-
-
-def held(x: Tensor) -> Tensor:
-    """Return what this rank holds of a leaf; under ``torch.no_grad``."""
-    x = x.to_local() if isinstance(x, DTensor) else x
-    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
-
-
-def on_mesh(local: Tensor, *, like: Tensor, placements=None) -> Tensor:
-    """Wrap this rank's part of a leaf that has the shape and mesh of ``like``; no communication."""
-    if not isinstance(like, DTensor):
-        return local
-    where = like.placements if placements is None else placements
-    return DTensor.from_local(
-        local, like.device_mesh, where, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def ranks_of(mesh: DeviceMesh) -> frozenset[int]:

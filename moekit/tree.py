@@ -1,0 +1,60 @@
+"""Trees of parameters by dotted name, and what this rank holds of a leaf."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+
+
+def named(tree: TensorDict) -> dict[str, Tensor]:
+    """Return the leaves of a nested tree by dotted name, in its order.
+
+    Raises
+    ------
+    ValueError
+        When there is no leaf, or a name has a dot of its own.
+    """
+    leaves: dict[str, Any] = {}
+    for key, leaf in tree.items(True, True):
+        parts = (key,) if isinstance(key, str) else key
+        if any("." in part for part in parts):
+            raise ValueError(f"a tree needs names without dots, which join its levels, got {parts}")
+        leaves[".".join(parts)] = leaf
+    if not leaves:
+        raise ValueError("a tree of parameters needs at least one tensor, got an empty one")
+    return leaves
+
+
+def nested(leaves: Mapping[str, Any]) -> TensorDict:
+    """Return the tree whose leaves have these dotted names."""
+    return TensorDict({tuple(name.split(".")): leaf for name, leaf in leaves.items()})
+
+
+def map_named(fn: Callable[[str, Tensor], Any], tree: TensorDict) -> TensorDict:
+    """Return the tree of ``fn(name, leaf)``."""
+    return nested({name: fn(name, leaf) for name, leaf in named(tree).items()})
+
+
+def held(x: Tensor) -> Tensor:
+    """Return what this rank holds of a leaf, once it is there; outside differentiated code."""
+    x = x.to_local() if isinstance(x, DTensor) else x
+    return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
+
+
+def on_mesh(local: Tensor, *, like: Tensor, placements: Any = None) -> Tensor:
+    """Wrap this rank's part of a leaf that has the shape and mesh of ``like``; no communication."""
+    if not isinstance(like, DTensor):
+        return local
+    where = like.placements if placements is None else placements
+    return DTensor.from_local(
+        local, like.device_mesh, where, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Convert a leaf; a DTensor's own ``.to`` may sum what is Partial."""
+    return on_mesh(held(x).to(torch.promote_types(x.dtype, torch.float32)), like=x)
