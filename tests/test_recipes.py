@@ -1,0 +1,222 @@
+"""The recipes as their users start them, and training that is killed and continued."""
+
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import train_forever
+from kill import in_save, kill_tree, kill_when
+
+from moekit import checkpoint
+from moekit.testing import ranks
+
+ROOT = Path(__file__).parent.parent
+SMALL = "--warmup-steps 2 --batch-size 8 --seq-len 64 --log-every 1 --sample-bytes 8".split()
+
+
+def run(*command, plain=False, timeout=560):
+    """Run a recipe; ``plain``: without the shape checks, as users have it."""
+    path = [str(ROOT), *sys.path] if not plain else [str(ROOT)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=timeout,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout.replace("\r", "\n")
+
+
+def losses(printed):
+    """Return the losses of a recipe by step."""
+    return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)  loss ([\d.]+)", printed)}
+
+
+def texts(folder):
+    """Write a few files of text, some of which are held out."""
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i}.txt").write_text("".join(chr(97 + (i * j * j + j) % 26) for j in range(700)))
+    return folder
+
+
+def checksums(path):
+    """Return the CRC-32 of the files of a checkpoint that hold tensors."""
+    files = checkpoint.read_manifest(path)["files"]
+    return {name: measure for name, measure in files.items() if name != ".metadata"}
+
+
+def test_quickstart_continues_with_the_same_bits_after_a_stop(tmp_path):
+    text = texts(tmp_path / "text")
+    common = ["recipes/quickstart.py", *SMALL, "--n-steps", 6, "--save-every", 3, "--text", text, "--folder"]
+    whole = run(*common, tmp_path / "run")
+    assert losses(whole).keys() == {1, 2, 3, 4, 5, 6}
+    assert "held-out bits per byte: model" in whole and "3-gram" in whole
+    want = checksums(tmp_path / "run" / "step-000006")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "run" / "step-000003").rename(tmp_path / "other" / "step-000003")
+    rest = run(*common, tmp_path / "other", "--resume")
+    assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 3}
+    assert checksums(tmp_path / "other" / "step-000006") == want
+    refused = subprocess.run(
+        [sys.executable, *map(str, [*common, tmp_path / "other"])],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert refused.returncode and "holds step-000006; continue it (--resume)" in refused.stderr
+
+
+def same_losses(folder, n_steps, timeout=560):
+    text = texts(folder / "text")
+    common = ["recipes/quickstart.py", *SMALL, "--n-steps", n_steps, "--save-every", 1000, "--text", text]
+    one = losses(run(*common, "--folder", folder / "one", timeout=timeout))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 4]
+    four = losses(run(*torchrun, *common, "--ep", 2, "--folder", folder / "four", timeout=timeout))
+    assert one.keys() == four.keys() and len(one) == n_steps
+    worst = max(abs(one[step] - four[step]) for step in one)
+    assert worst <= 1e-4, f"the losses differ by {worst}"
+
+
+def test_four_ranks_print_the_losses_of_one_process(tmp_path):
+    same_losses(tmp_path, 5)
+
+
+@pytest.mark.soak
+def test_four_ranks_print_the_losses_of_one_process_for_fifty_steps_of_the_standard_library(tmp_path):
+    common = ["recipes/quickstart.py", "--n-steps", 51, "--log-every", 1, "--sample-bytes", 8]
+    one = losses(run(*common, "--folder", tmp_path / "one", plain=True, timeout=1800))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 4]
+    four = losses(run(*torchrun, *common, "--ep", 2, "--folder", tmp_path / "four", plain=True, timeout=1800))
+    assert max(abs(one[step] - four[step]) for step in range(1, 51)) <= 1e-4
+
+
+@pytest.mark.soak
+def test_five_minutes_of_training_beat_the_3_gram_by_more_than_015_bits_per_byte(tmp_path):
+    start = time.perf_counter()
+    printed = run("recipes/quickstart.py", "--folder", tmp_path, plain=True, timeout=1200)
+    model, trigram = map(float, re.search(r"model ([\d.]+), 3-gram ([\d.]+)", printed).groups())
+    print(f"{model=} {trigram=} {time.perf_counter() - start:.0f} s with start, validation and sample")
+    assert model <= trigram - 0.15
+
+
+def test_train_moe_trains_a_preset_on_token_files_and_an_olmoe_on_text(tmp_path):
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    torch.manual_seed(0)
+    config = OlmoeConfig(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        pad_token_id=None,
+        eos_token_id=None,
+    )
+    OlmoeForCausalLM(config).save_pretrained(tmp_path / "olmoe")
+    tokens = torch.randint(0, 256, (3000,)).numpy().astype("uint16")
+    tokens[::300] = 256
+    tokens.tofile(tmp_path / "tokens.bin")
+    common = [
+        "recipes/train_moe.py",
+        "--hf",
+        tmp_path / "olmoe",
+        "--dtype",
+        "float32",
+        *SMALL[:-2],
+        "--n-steps",
+        4,
+    ]
+    source = ["--tokens", tmp_path / "tokens.bin", "--token-dtype", "uint16", "--eos", 256]
+    want = losses(run(*common, *source, "--folder", tmp_path / "one"))
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 2]
+    options = ["--ep", 2, "--reduce", "micro_batch", "--n-microbatches", 2, "--recompute", "block"]
+    got = losses(run(*torchrun, *common, *source, *options, "--folder", tmp_path / "two"))
+    assert got.keys() == want.keys() and all(abs(got[i] - want[i]) < 1e-4 for i in want)
+    text = ["--text", texts(tmp_path / "text"), "--assignment", "random"]
+    assert len(losses(run(*common, *text, "--folder", tmp_path / "three"))) == 4
+
+
+# --- Training that is killed ----------------------------------------------------------
+
+
+def steps_of(folder):
+    """Return what each finished step printed: (step, ranks, ep, loss, sample ids)."""
+    lines = (line.split() for line in (folder / "steps").read_text().splitlines())
+    return [(int(step), int(n), int(ep), loss, ids) for step, n, ep, loss, ids in lines]
+
+
+def kill_training(folder, n_kills):
+    """Kill training at random moments, in and between saves; every start has another layout."""
+    chooser = random.Random(n_kills)
+    layouts = [(1, 1), (4, 1), (4, 2), (2, 2), (1, 1)]
+    folder.mkdir()
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, train_forever.__file__, str(folder)]
+    torn = 0
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=env) as program:
+        try:
+            for i in range(n_kills):
+                moment = in_save(folder / "run", chooser.randint(1, 3), chooser.uniform(0, 0.1))
+                program.stdin.write("{} {}\n".format(*layouts[i % len(layouts)]))
+                program.stdin.flush()
+                assert kill_when(moment, int(program.stdout.readline())), "it ended before it was killed"
+                torn += bool(list((folder / "run").glob(".*.partial-*")))
+        finally:
+            kill_tree(program.pid)
+    return torn
+
+
+def check_training(folder, torn):
+    assert torn >= 1
+    done = steps_of(folder)
+    last = max(step for step, *_ in done)
+    plain = folder / "plain"
+    plain.mkdir()
+    ranks(1)(train_forever.work, plain, 0, 1, 1, plain / "store", last)
+    want = {step: (loss, ids) for step, _, _, loss, ids in steps_of(plain)}
+    assert sorted(set(step for step, *_ in done)) == list(range(1, last + 1))
+    for step, _, _, loss, ids in done:
+        assert ids == want[step][1], f"step {step} read other samples"
+        assert abs(float.fromhex(loss) - float.fromhex(want[step][0])) < 1e-4
+
+
+def test_killed_training_continues_with_the_next_sample_on_other_ranks(tmp_path):
+    check_training(tmp_path / "killed", kill_training(tmp_path / "killed", 3))
+
+
+@pytest.mark.soak
+def test_training_killed_30_times_continues_with_the_next_sample_on_other_ranks(tmp_path):
+    check_training(tmp_path / "killed", kill_training(tmp_path / "killed", 30))
+
+
+@pytest.mark.parametrize("n, ep", [(1, 1), (2, 2)])
+def test_a_step_repeated_on_the_same_layout_has_the_same_bits(tmp_path, n, ep):
+    for folder, lasts in (("whole", [7]), ("stopped", [3, 5, 7])):
+        (tmp_path / folder).mkdir()
+        for last in lasts:
+            ranks(n)(start, tmp_path / folder, ep, last)
+    whole = {step: rest for step, *rest in steps_of(tmp_path / "whole")}
+    stopped = steps_of(tmp_path / "stopped")
+    assert len(stopped) > len(whole) == 7  # steps after the last save were done again
+    assert all(whole[step] == rest for step, *rest in stopped)
+
+
+def start(folder, ep, last):
+    """Train on the ranks of a pool."""
+    rank, n = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.distributed.destroy_process_group()
+    train_forever.work(folder, rank, n, ep, folder / f"store-{last}", last)
