@@ -42,6 +42,8 @@ def flops_per_token(config: ModelConfig, seq_len: int | None = None) -> float:
     371.8
     """
     seq_len = config.max_seq_len if seq_len is None else seq_len
+    if seq_len < 1:
+        raise ValueError(f"flops_per_token needs seq_len >= 1, got {seq_len}")
     weights = 0
     for name, shape in param_shapes(config).items():
         if len(shape) == 1 or (name == "embedding" and not config.tied_head):
@@ -80,11 +82,11 @@ def main() -> None:
     args = tyro.cli(Plan, prog="python -m moekit.plan")
     try:
         config = preset(args.name, **({} if args.n_experts is None else {"n_experts": args.n_experts}))
+        seq_len = config.max_seq_len if args.seq_len is None else args.seq_len
+        flops = flops_per_token(config, seq_len)
     except ValueError as error:
         raise SystemExit(f"moekit.plan: {error}") from error
     total, active = count_params(config)
-    seq_len = args.seq_len or config.max_seq_len
-    flops = flops_per_token(config, seq_len)
     if args.json:
         figures = dict(name=args.name, total_params=total, active_params=active, flops_per_token=flops)
         print(json.dumps(figures | {"seq_len": seq_len, "config": asdict(config)}))
