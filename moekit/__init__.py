@@ -10,6 +10,7 @@ from moekit import (
     model as model,
     optim as optim,
     random as random,
+    tree as tree,
 )
 from moekit._dispatch import Transport as Transport, combine as combine, dispatch as dispatch
 from moekit._experts import expert_forward as expert_forward

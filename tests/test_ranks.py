@@ -171,7 +171,7 @@ def test_seconds_must_be_positive(seconds):
 
 SCRIPT = """
 import multiprocessing.forkserver as server
-import os, time, torch
+import os, sys, time, torch
 from moekit.testing import ranks
 
 print(server._forkserver._forkserver_pid)
@@ -183,8 +183,13 @@ def fn():
     return x.grad.tolist()
 
 print(ranks(2)(fn))
-print(*ranks(2)(os.getpid), flush=True)
-ranks(2)(time.sleep, 600)
+
+def stay():
+    os.write(1, f"{os.getpid()}\\n".encode())
+    time.sleep(600)
+
+sys.stdout.flush()
+ranks(2)(stay)
 """
 
 
@@ -194,9 +199,8 @@ def test_a_script_needs_no_main_guard_and_its_ranks_die_with_it_in_the_middle_of
     caller = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
     assert caller.stdout.readline() == "None\n"  # no server: the import started nothing
     assert caller.stdout.readline() == "[[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]\n"  # autograd ran before the start
-    pids = [int(word) for word in caller.stdout.readline().split()]
-    assert len(pids) == 2 and all(os.path.exists(f"/proc/{p}") for p in pids)
-    time.sleep(0.3)
+    pids = [int(caller.stdout.readline()) for _ in range(2)]
+    assert all(os.path.exists(f"/proc/{p}") for p in pids)
     caller.kill()
     caller.wait()
     limit = time.monotonic() + 10

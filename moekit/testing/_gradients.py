@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moekit.mesh import data_rank, distribute, make_mesh
 from moekit.testing._ranks import ranks
 from moekit.transforms import accumulate, data_parallel, value_and_grad
-from moekit.tree import map_named
+from moekit.tree import named
 
 Layout = Mapping[str, Any]
 
@@ -27,6 +27,7 @@ def check_gradients(
     *,
     compose: Callable | None = None,
     rtol: float | None = None,
+    device: str = "cpu",
     timeout: float = 120.0,
 ) -> str:
     """Check that a loss and its gradients are the same on every layout as in one process.
@@ -49,6 +50,8 @@ def check_gradients(
     rtol : float, optional
         Largest difference allowed in a parameter's gradient, of its largest element; by default 1e-10 in
         float64 and 1e-4 in float32.
+    device : {"cpu", "cuda"}
+        Of the layouts' ranks, as for :class:`moekit.testing.ranks`; the one process computes on the CPU.
     timeout : float
         Seconds for one layout.
 
@@ -68,19 +71,20 @@ def check_gradients(
     for layout in layouts:
         _rows(batch, layout)
     compose = compose or _compose
-    names = ["loss", *(k if isinstance(k, str) else ".".join(k) for k in params.keys(True, True))]
+    names = ["loss", *named(params)]
     if rtol is None:
         rtol = 1e-10 if _dtype(params) == torch.float64 else 1e-4
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as on the ranks
     try:
-        want = _gradients(loss, params, batch, compose, {})
+        want = _gradients(loss, params, batch, compose, {}, "cpu")
     finally:
         torch.set_num_threads(threads)
     columns = []
     for layout in layouts:
         n = layout.get("edp", 1) * layout.get("ep", 1)
-        got = ranks(n, timeout=timeout)(_gradients, loss, params, batch, compose, layout)
+        on_ranks = ranks(n, device=device, timeout=timeout)
+        got = on_ranks(_gradients, loss, params, batch, compose, layout, device)
         columns.append({name: max(_difference(one[name], want[name]) for one in got) for name in names})
     table = _table(names, layouts, columns)
     wrong = [
@@ -115,26 +119,25 @@ def _rows(batch: Any, layout: Layout) -> list[int]:
 
 
 def _gradients(
-    loss: Callable, params: TensorDict, batch: Any, compose: Callable, layout: Layout
+    loss: Callable, params: TensorDict, batch: Any, compose: Callable, layout: Layout, device: str
 ) -> dict[str, Tensor]:
     """Return the summed loss and the full gradients; runs on every rank of a layout, and in one process."""
     rows = _rows(batch, layout)
     options = dict(layout)
     edp, ep, n_microbatches = (options.pop(key, 1) for key in ("edp", "ep", "accumulate"))
     options.pop("rows", None)
-    mesh = make_mesh(edp=edp, ep=ep, device="cpu") if layout else None
+    mesh = make_mesh(edp=edp, ep=ep, device=device) if layout else None
     rank, _ = data_rank(mesh)
     start, end = sum(rows[:rank]), sum(rows[: rank + 1])
-    here = tree_map_only(Tensor, lambda x: x[start:end] if x.ndim else x, batch)
+    here = tree_map_only(Tensor, lambda x: (x[start:end] if x.ndim else x).to(device), batch)
 
     def share(*args: Any) -> Tensor:
         out = loss(*args, mesh=mesh, **options)
         return out[0] if isinstance(out, tuple) else out
 
     value, grads = compose(share, n_microbatches, mesh)(distribute(params, mesh), here)
-    out = {"loss": value}
-    map_named(lambda name, g: out.setdefault(name, g.full_tensor() if isinstance(g, DTensor) else g), grads)
-    return out
+    full = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in named(grads).items()}
+    return {name: x.cpu() for name, x in {"loss": value, **full}.items()}
 
 
 def _difference(got: Tensor, want: Tensor) -> float:

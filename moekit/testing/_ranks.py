@@ -33,7 +33,7 @@ _PRELOAD = (
 
 
 class ranks:
-    """Call a function on ``n`` gloo ranks and return what each of them returned.
+    """Call a function on ``n`` ranks of this machine and return what each of them returned.
 
     Collective: every rank runs ``fn(*args, **kwargs)`` at once, with one thread, ``torch.manual_seed(0)`` and
     a fresh default process group of ``n`` ranks. Every call has processes of its own, because torch keeps
@@ -46,6 +46,9 @@ class ranks:
     ----------
     n : int
         Number of ranks.
+    device : {"cpu", "cuda"}
+        ``"cpu"``: gloo. ``"cuda"``: each rank has a GPU of its own as its current device, NCCL for CUDA
+        tensors and gloo for the others.
     timeout : float
         Seconds after which ranks that have not answered are given up.
     grace : float
@@ -68,12 +71,16 @@ class ranks:
     [6.0, 6.0]
     """
 
-    def __init__(self, n: int, *, timeout: float | int = 120, grace: float | int = 2):
+    def __init__(self, n: int, *, device: str = "cpu", timeout: float | int = 120, grace: float | int = 2):
         if n < 1:
             raise ValueError(f"ranks needs at least one rank, got n={n}")
         if not (timeout > 0 and grace > 0):
             raise ValueError(f"ranks needs positive seconds, got timeout={timeout}, grace={grace}")
-        self.n, self.timeout, self.grace = n, timeout, grace
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"ranks needs device 'cpu' or 'cuda', got {device!r}")
+        if device == "cuda" and torch.cuda.device_count() < n:
+            raise ValueError(f"ranks needs a GPU for each of {n} ranks, got {torch.cuda.device_count()} GPUs")
+        self.n, self.device, self.timeout, self.grace = n, device, timeout, grace
         _pool().start_server()
 
     def __enter__(self) -> "ranks":
@@ -84,7 +91,7 @@ class ranks:
 
     def __call__(self, fn: Callable, *args, **kwargs) -> list:
         """Return ``[fn(*args, **kwargs) of rank 0, of rank 1, ...]``."""
-        return _pool().run(_dumps((fn, args, kwargs)), self.n, self.timeout, self.grace)
+        return _pool().run(_dumps((fn, args, kwargs)), self.n, self.device, self.timeout, self.grace)
 
 
 @functools.cache
@@ -134,15 +141,15 @@ class _Pool:
                 connection.close()
         self.workers = []
 
-    def run(self, call: bytes, n: int, timeout: float | int, grace: float | int) -> list:
+    def run(self, call: bytes, n: int, device: str, timeout: float | int, grace: float | int) -> list:
         with self.lock:
             try:
-                return self._run(call, n, timeout, grace)
+                return self._run(call, n, device, timeout, grace)
             except BaseException:  # also KeyboardInterrupt: nobody knows what the ranks are doing
                 self.kill()
                 raise
 
-    def _run(self, call: bytes, n: int, timeout: float | int, grace: float | int) -> list:
+    def _run(self, call: bytes, n: int, device: str, timeout: float | int, grace: float | int) -> list:
         self.grow(n)
         self.calls += 1
         store = os.path.join(self.folder.name, str(self.calls))
@@ -150,7 +157,9 @@ class _Pool:
         for rank, (process, connection, _) in enumerate(self.workers[:n]):
             running[connection] = running[process.sentinel] = rank
             try:
-                connection.send_bytes(pickle.dumps((rank, n, store, timeout, os.getcwd(), sys.path, call)))
+                connection.send_bytes(
+                    pickle.dumps((rank, n, device, store, timeout, os.getcwd(), sys.path, call))
+                )
             except OSError:
                 pass  # it died; its sentinel says so below
         limit = time.monotonic() + timeout
@@ -230,10 +239,12 @@ def _work(connection, stacks) -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve to nothing
     try:
-        rank, n, store, timeout, folder, sys.path[:], call = pickle.loads(connection.recv_bytes())
+        rank, n, device, store, timeout, folder, sys.path[:], call = pickle.loads(connection.recv_bytes())
         try:
+            if device == "cuda":
+                torch.cuda.set_device(rank)
             dist.init_process_group(
-                "gloo",
+                "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
                 store=dist.FileStore(store, n),
                 rank=rank,
                 world_size=n,

@@ -20,13 +20,13 @@ CASES = {  # name: (tokens on rank i, experts per rank, top_k, how experts are c
     "one expert takes all": (lambda i: 3 + i, 2, 1, "last"),
     "experts without tokens": (lambda i: 4, 8, 2, "first two"),
 }
-
-
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def check_transport(transport: str | Transport, *, n_ranks: Sequence[int] = (1, 2, 4)) -> None:
-    """Check that a transport keeps its contract, on gloo ranks of this machine.
+def check_transport(
+    transport: str | Transport, *, n_ranks: Sequence[int] = (1, 2, 4), device: str = "cpu"
+) -> None:
+    """Check that a transport keeps its contract, on ranks of this machine.
 
     In every case the rows must be in the order (expert, source rank, token), the offsets must be int32 ends
     of each expert's rows, and after experts that multiply by a factor of their own, outputs, gradients of the
@@ -40,6 +40,8 @@ def check_transport(transport: str | Transport, *, n_ranks: Sequence[int] = (1, 
         As ``via`` of :func:`moekit.dispatch`.
     n_ranks : sequence of int
         Sizes of the expert-parallel mesh; with 1, ``mesh=None`` is checked as well.
+    device : {"cpu", "cuda"}
+        As for :class:`moekit.testing.ranks`.
 
     Raises
     ------
@@ -47,17 +49,17 @@ def check_transport(transport: str | Transport, *, n_ranks: Sequence[int] = (1, 
         Naming the ranks, with the AssertionError that says which case and what differs.
     """
     for n in n_ranks:
-        ranks(n)(_check, transport)
+        ranks(n, device=device)(_check, transport, device)
 
 
-def _check(transport: str | Transport) -> None:
+def _check(transport: str | Transport, device: str) -> None:
     size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
+    mesh = init_device_mesh(device, (size,), mesh_dim_names=("ep",))
     for on in (mesh, None) if size == 1 else (mesh,):
         for case, (n_tokens, per_rank, top_k, choice) in CASES.items():
             for dtype in (torch.float64, torch.float32, torch.bfloat16):
                 tokens = n_tokens(dist.get_rank())
-                ids = _choose(choice, tokens, per_rank * size, top_k)
+                ids = _choose(choice, tokens, per_rank * size, top_k).to(device)
                 where = f"{case}, {dtype}, {size} ranks, mesh={'None' if on is None else 'ep'}"
                 first, second = (_run(transport, ids, per_rank * size, dtype, on, where) for _ in range(2))
                 for name, got in first.items():
@@ -91,22 +93,24 @@ def _run(
 
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(100 + rank)
-    x = torch.randn(len(ids), 16, generator=generator, dtype=torch.float64).to(dtype)
-    x[:, 0] = (torch.arange(len(ids)) + 32 * rank) / 256  # says whence a row came; exact in bfloat16
+    x = torch.randn(len(ids), 16, generator=generator, dtype=torch.float64).to(ids.device, dtype)
+    x[:, 0] = (
+        torch.arange(len(ids), device=ids.device) + 32 * rank
+    ) / 256  # says whence a row came; exact in bfloat16
     above = torch.promote_types(dtype, torch.float32)
-    weights = torch.rand(ids.shape, generator=generator, dtype=torch.float64).to(above)
-    out_grad = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(dtype)
-    factors = 1 + torch.arange(n_experts, dtype=above) / 8
+    weights = torch.rand(ids.shape, generator=generator, dtype=torch.float64).to(ids.device, above)
+    out_grad = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(ids.device, dtype)
+    factors = 1 + torch.arange(n_experts, dtype=above, device=ids.device) / 8
     x, weights, factors = (z.requires_grad_() for z in (x, weights, factors))
 
-    scores = torch.zeros(len(ids), n_experts, dtype=above)
+    scores = torch.zeros(len(ids), n_experts, dtype=above, device=ids.device)
     routing = Routing(
         weights=weights, expert_ids=ids, counts=count_experts(ids, n_experts), logits=scores, scores=scores
     )
     sent = dispatch(x, routing, via=transport, mesh=mesh)
 
     everyone: list = [None] * size
-    dist.all_gather_object(everyone, (ids, x.detach()[:, 0]))
+    dist.all_gather_object(everyone, (ids.cpu(), x.detach()[:, 0].cpu()))
     e = n_experts // size
     mine = range(rank * e, (rank + 1) * e)
     origins = [torch.cat([xs[(of == i).nonzero()[:, 0]] for of, xs in everyone]) for i in mine]
@@ -115,10 +119,10 @@ def _run(
     assert offsets.dtype == torch.int32, f"offsets ({where}): {offsets.dtype}, wanted torch.int32"
     assert offsets.tolist() == ends.tolist(), f"offsets ({where}): {offsets.tolist()}, wanted {ends.tolist()}"
     valid = int(ends[-1])
-    check("order of rows", sent.rows.detach()[:valid, 0], torch.cat(origins))
+    check("order of rows", sent.rows.detach()[:valid, 0].cpu(), torch.cat(origins))
 
-    experts = torch.tensor(mine).repeat_interleave(sizes)
-    tail = torch.full((len(sent.rows) - valid, 16), torch.nan, dtype=dtype)  # nobody may read these
+    experts = torch.tensor(mine).repeat_interleave(sizes).to(ids.device)
+    tail = sent.rows.new_full((len(sent.rows) - valid, 16), torch.nan)  # nobody may read these
     rows = torch.cat([sent.rows[:valid] * factors[experts, None].to(dtype), tail])
     y = combine(rows, sent)
     assert sent.rows.dtype == y.dtype == dtype, f"dtype ({where}): {sent.rows.dtype} and {y.dtype}"
