@@ -17,21 +17,17 @@ from moekit import checkpoint
 from moekit.testing import ranks
 
 ROOT = Path(__file__).parent.parent
-SMALL = "--warmup-steps 2 --batch-size 8 --seq-len 64 --log-every 1 --sample-bytes 8".split()
+SMALL = "--warmup-steps 2 --batch-size 8 --seq-len 64 --sample-bytes 8".split()
 
 
 def run(*command, plain=False, timeout=560):
-    """Run a recipe; ``plain``: without the shape checks, as users have it."""
-    path = [str(ROOT), *sys.path] if not plain else [str(ROOT)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=timeout,
-        cwd=ROOT,
-    )
+    """Run a recipe; ``plain``: without the shape checks and on all cores, as users have it."""
+    path = [str(ROOT), *(p for p in sys.path if not (plain and p.endswith("startup")))]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "WANDB_MODE": "offline"}
+    if not plain:
+        env["OMP_NUM_THREADS"] = "1"
+    command = [sys.executable, *map(str, command)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=timeout, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout.replace("\r", "\n")
 
@@ -57,7 +53,19 @@ def checksums(path):
 
 def test_quickstart_continues_with_the_same_bits_after_a_stop(tmp_path):
     text = texts(tmp_path / "text")
-    common = ["recipes/quickstart.py", *SMALL, "--n-steps", 6, "--save-every", 3, "--text", text, "--folder"]
+    common = [
+        "recipes/quickstart.py",
+        *SMALL,
+        "--n-steps",
+        6,
+        "--log-every",
+        1,
+        "--save-every",
+        3,
+        "--text",
+        text,
+        "--folder",
+    ]
     whole = run(*common, tmp_path / "run")
     assert losses(whole).keys() == {1, 2, 3, 4, 5, 6}
     assert "held-out bits per byte: model" in whole and "3-gram" in whole
@@ -67,38 +75,29 @@ def test_quickstart_continues_with_the_same_bits_after_a_stop(tmp_path):
     rest = run(*common, tmp_path / "other", "--resume")
     assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 3}
     assert checksums(tmp_path / "other" / "step-000006") == want
-    refused = subprocess.run(
-        [sys.executable, *map(str, [*common, tmp_path / "other"])],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert refused.returncode and "holds step-000006; continue it (--resume)" in refused.stderr
+    with pytest.raises(AssertionError, match=r"holds step-000006; continue it \(--resume\)"):
+        run(*common, tmp_path / "other")
 
 
-def same_losses(folder, n_steps, timeout=560):
-    text = texts(folder / "text")
-    common = ["recipes/quickstart.py", *SMALL, "--n-steps", n_steps, "--save-every", 1000, "--text", text]
-    one = losses(run(*common, "--folder", folder / "one", timeout=timeout))
+def check_four_ranks_against_one(folder, options, n_steps, **how):
+    common = ["recipes/quickstart.py", *options, "--n-steps", n_steps, "--log-every", 1, "--save-every", 1000]
+    one = losses(run(*common, "--folder", folder / "one", **how))
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 4]
-    four = losses(run(*torchrun, *common, "--ep", 2, "--folder", folder / "four", timeout=timeout))
+    four = losses(run(*torchrun, *common, "--ep", 2, "--folder", folder / "four", **how))
     assert one.keys() == four.keys() and len(one) == n_steps
     worst = max(abs(one[step] - four[step]) for step in one)
-    assert worst <= 1e-4, f"the losses differ by {worst}"
+    print(f"the largest difference of {n_steps} losses is {worst:.1e}")
+    assert worst <= 1e-4
 
 
 def test_four_ranks_print_the_losses_of_one_process(tmp_path):
-    same_losses(tmp_path, 5)
+    check_four_ranks_against_one(tmp_path, [*SMALL, "--text", texts(tmp_path / "text")], 5)
 
 
 @pytest.mark.soak
 def test_four_ranks_print_the_losses_of_one_process_for_fifty_steps_of_the_standard_library(tmp_path):
-    common = ["recipes/quickstart.py", "--n-steps", 51, "--log-every", 1, "--sample-bytes", 8]
-    one = losses(run(*common, "--folder", tmp_path / "one", plain=True, timeout=1800))
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 4]
-    four = losses(run(*torchrun, *common, "--ep", 2, "--folder", tmp_path / "four", plain=True, timeout=1800))
-    assert max(abs(one[step] - four[step]) for step in range(1, 51)) <= 1e-4
+    options = ["--warmup-steps", 49, "--sample-bytes", 8]  # the first 50 steps of a run of any length
+    check_four_ranks_against_one(tmp_path, options, 50, plain=True, timeout=1800)
 
 
 @pytest.mark.soak
