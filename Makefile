@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
 PYTEST_ARGS ?=
-QUICKSTART_ARGS ?=
+QUICKSTART_ARGS ?= --resume
 # Version in range, and able to make environments: shims and stripped system Pythons fail this.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 
@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 env: $(STAMP)  ## make .venv from pyproject.toml and constraints.txt
 
-quickstart: $(STAMP)  ## train a small byte-level MoE on this machine (QUICKSTART_ARGS="--resume")
+quickstart: $(STAMP)  ## train a small byte-level MoE on this machine (QUICKSTART_ARGS="--ep 1 --n-steps 900"; by default --resume)
 	$(BIN)/python recipes/quickstart.py $(QUICKSTART_ARGS)
 
 test: $(STAMP)  ## the whole suite, without the long checks (soak) and those for a GPU (gpu)

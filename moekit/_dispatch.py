@@ -163,10 +163,8 @@ def _dispatch_all_to_all(x: Tensor, routing: Routing, mesh: DeviceMesh | None) -
         return rows, routing.counts.cumsum(0).int(), (home, None)
     n_out = rearrange(routing.counts, "(rank e) -> rank e", rank=mesh.size())
     n_in = all_to_all_single(n_out, None, None, mesh)  # (source rank, e): rows that come here
-    n_sent, n_received = (
-        n_out.sum(1).tolist(),
-        n_in.sum(1).tolist(),
-    )  # the host must know them to make the buffers
+    # The host must know them to make the buffers: one wait.
+    n_sent, n_received = torch.stack([n_out.sum(1), n_in.sum(1)]).tolist()
     rows = all_to_all_single_autograd(rows, n_received, n_sent, mesh)
     # Rows arrive in the order (source rank, expert); the experts want (expert, source rank).
     ids = torch.arange(n_in.shape[1], device=x.device).repeat(mesh.size())

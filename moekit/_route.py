@@ -20,7 +20,8 @@ class Routing:
     """Which experts each token goes to. Floats are float32, or float64 in a float64 model.
 
     ``weights`` multiply the experts' outputs; ``scores`` are every expert's score before the choice;
-    ``counts`` are rows per expert of the whole model, padding included.
+    ``counts`` are this call's rows per expert of the layer, padding
+    included. Ids and counts are int64.
     """
 
     weights: Float[Tensor, "t k"]
@@ -79,9 +80,9 @@ def route(
         scores have the largest sum.
     assignment : {"top_k", "random", "uniform"}
         ``"random"``: k experts drawn for each token from ``key`` and its id, without replacement.
-        ``"uniform"``: token i takes the k experts after a start that moves by k with i, so loads are equal to
-        within one. Both look at neither scores nor groups. Weights are the chosen
-        experts' scores in all three.
+        ``"uniform"``: token i takes the k experts after a start that moves by k with i, so loads of
+        consecutive ids are equal to within one. Both look at neither scores nor groups. Weights are the
+        chosen experts' scores in all three.
     key : Int[Tensor, ""], optional
         For ``"random"`` and ``"uniform"``, which need it, alone; see :func:`moekit.random.make_key` and
         :func:`moekit.random.fold_in`.

@@ -74,7 +74,8 @@ def load_balancing_loss(
     if population == "batch" and n_tokens is None and mesh is not None:
         raise ValueError("load_balancing_loss over the batch needs n_tokens of the global batch, got None")
     n_experts, top_k = routing.n_experts, routing.expert_ids.shape[-1]
-    p = routing.scores / routing.scores.sum(-1, keepdim=True)
+    total_score = routing.scores.sum(-1, keepdim=True)
+    p = routing.scores / total_score.clamp_min(torch.finfo(total_score.dtype).tiny)
     keep = torch.ones(len(p), dtype=torch.bool, device=p.device) if mask is None else mask
     here = keep.sum()
     total = here if n_tokens is None else n_tokens
@@ -162,6 +163,8 @@ def next_bias(
         raise TypeError(
             f"next_bias needs a bias in float32, got {bias.dtype}, in which steps of {rate} are lost"
         )
+    if rate < 0:
+        raise ValueError(f"next_bias needs rate >= 0, got {rate}")
     if bias.shape != counts.shape:
         raise ValueError(
             f"next_bias needs a count per bias, got {tuple(bias.shape)} and {tuple(counts.shape)}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as fc
+import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -85,6 +86,8 @@ def make_batch(
             f"got {tuple(tokens.shape)}, {tuple(documents.shape)} and {tuple(sample_ids.shape)}"
         )
     mask = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
+    changes = F.pad((documents[:, 1:] != documents[:, :-1]).long(), (1, 0))
+    documents = changes.cumsum(1).where(documents >= 0, -1)  # from 0, whatever the numbers were
     return Batch(
         tokens=tokens[:, :-1].contiguous(),
         targets=tokens[:, 1:].contiguous(),

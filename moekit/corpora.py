@@ -213,7 +213,8 @@ def split_files(
 ) -> tuple[dict[str, File], dict[str, File]]:
     """Split files into those to train on and those held out, about ``held_out`` of their number.
 
-    Pure. A hash of its name alone decides about a file, so neither other files nor the machine matter.
+    Pure. A hash of its name alone decides about a file, so neither other files nor the machine matter; where
+    it would hold out none, the file of the smallest hash is.
 
     Raises
     ------
@@ -221,10 +222,14 @@ def split_files(
         If either would be empty.
     """
 
-    def is_held_out(name: str) -> bool:
-        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") < held_out * 2**64
+    def rank(name: str) -> int:
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
-    train = {name: file for name, file in files.items() if not is_held_out(name)}
+    def is_held_out(name: str) -> bool:
+        return rank(name) < held_out * 2**64
+
+    chosen = set(filter(is_held_out, files)) or set(sorted(files, key=rank)[:1])
+    train = {name: file for name, file in files.items() if name not in chosen}
     rest = {name: file for name, file in files.items() if name not in train}
     if not train or not rest:
         raise ValueError(

@@ -6,13 +6,14 @@ its parameters; sizes and routing come from a :class:`moekit.ModelConfig`.
 Axes: b sequences, s positions, t = b * s tokens, d d_model, v vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,8 +27,8 @@ from moekit.batch import Batch
 from moekit.config import ModelConfig
 from moekit.losses import cross_entropy
 from moekit.mesh import local
+from moekit.params import param_shapes
 from moekit.random import fold_in
-from moekit.transforms import remat
 
 Params = TensorDict | Mapping[str, Any]
 Rope = tuple[Tensor, Tensor]
@@ -76,10 +77,10 @@ def attention(
     n_heads: int,
     n_kv_heads: int,
     rope: Rope,
-    documents: Int[Tensor, "b s"] | None = None,
+    mask: Float[Tensor, "b 1 s s"] | None = None,
     eps: float = 1e-5,
 ) -> Float[Tensor, "b s d"]:
-    """Attend causally, within documents where they are given, with grouped queries.
+    """Attend causally, within documents where a mask says so, with grouped queries.
 
     Pure and differentiable.
 
@@ -94,8 +95,9 @@ def attention(
         Query heads, and the key and value heads they share.
     rope : tuple of Tensor
         From :func:`rope_table`.
-    documents : Int[Tensor, "b s"], optional
-        A position sees its own document alone. RoPE is relative, so positions need not restart.
+    mask : Float[Tensor, "b 1 s s"], optional
+        From :func:`document_mask`: a position sees its own document alone. RoPE is relative, so positions
+        need not restart.
     eps : float
         Of the norms.
 
@@ -119,7 +121,6 @@ def attention(
 
     q, k = heads(q, params.get("q_norm", None)), heads(k, params.get("k_norm", None))
     q, k, v = rotate(q, rope), rotate(k, rope), heads(v)
-    mask = None if documents is None else _document_mask(documents)
     q, k, v = (rearrange(z, "b s n h -> b n s h") for z in (q, k, v))
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=n_heads != n_kv_heads
@@ -127,9 +128,14 @@ def attention(
     return rearrange(out, "b n s h -> b s (n h)") @ local(params["out"])
 
 
-def _document_mask(documents: Int[Tensor, "b s"]) -> Bool[Tensor, "b 1 s s"]:
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril()
+def document_mask(documents: Int[Tensor, "b s"], *, dtype: torch.dtype) -> Float[Tensor, "b 1 s s"]:
+    """Return what is added to attention's scores: 0 where a query (dim -2) sees a key, else minus infinity.
+
+    A position sees the earlier ones of its document, and itself. Made once for all layers: each would convert
+    a bool one, and save its copy.
+    """
+    same = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+    return torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill_(~same, -torch.inf)
 
 
 def transformer_block(
@@ -138,7 +144,7 @@ def transformer_block(
     *,
     config: ModelConfig,
     rope: Rope,
-    documents: Int[Tensor, "b s"] | None = None,
+    mask: Float[Tensor, "b 1 s s"] | None = None,
     wrap: Callable[[str, Callable], Callable] = lambda name, fn: fn,
     **moe_options: Any,
 ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
@@ -153,7 +159,7 @@ def transformer_block(
         where present.
     x : Float[Tensor, "b s d"]
         The residual stream.
-    config, rope, documents
+    config, rope, mask
         As for :func:`forward` and :func:`attention`.
     wrap : callable
         ``wrap(name, fn)`` for the parts ``"attention"`` and ``"ffn"``; see :func:`moekit.remat`.
@@ -166,6 +172,10 @@ def transformer_block(
     routing : Routing or None
     """
     eps = config.norm_eps
+    if "ffn" in params.keys() and moe_options:
+        raise TypeError(
+            f"transformer_block needs no options of moe for a block without experts, got {sorted(moe_options)}"
+        )
 
     def attend(z: Tensor) -> Tensor:
         return attention(
@@ -174,7 +184,7 @@ def transformer_block(
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
             rope=rope,
-            documents=documents,
+            mask=mask,
             eps=eps,
         )
 
@@ -204,8 +214,9 @@ def transformer_block(
         y, routing = feed(norm("ffn_norm_in", z))
         return norm("ffn_norm_out", y), routing
 
-    x = x + wrap("attention", attention_part)(x)
-    y, routing = wrap("ffn", ffn_part)(x)
+    attention_part, ffn_part = wrap("attention", attention_part), wrap("ffn", ffn_part)
+    x = x + attention_part(x)
+    y, routing = ffn_part(x)
     return x + y, routing
 
 
@@ -221,7 +232,7 @@ def forward(
     assignment: Assignment = "top_k",
     via: str | Transport | None = None,
     kernels: Kernels = "auto",
-    recompute: str | Iterable[str] = "none",
+    block: Callable = transformer_block,
     mesh: DeviceMesh | None = None,
 ) -> tuple[Float[Tensor, "b s d"], list[Routing]]:
     """Return what the head reads, and the routing of each layer that has experts.
@@ -247,8 +258,8 @@ def forward(
         As for :func:`moekit.route`; the key of each layer is ``fold_in(key, layer)``.
     via, kernels
         As for :func:`moekit.dispatch` and :func:`moekit.expert_forward`.
-    recompute
-        As for :func:`moekit.remat`.
+    block : callable
+        Applied to each layer; ``moekit.remat(moekit.model.transformer_block)`` recomputes it in backward.
     mesh : DeviceMesh, optional
         Axes (edp, ep).
 
@@ -262,9 +273,10 @@ def forward(
     Raises
     ------
     ValueError
-        When a token id is out of range (on CUDA: a device assertion), the sequence is longer than the RoPE
-        table, or the biases do not fit.
+        When the parameters are not those of ``config``, a token id is out of range (on CUDA: a device
+        assertion), the sequence is longer than the RoPE table, or the biases do not fit.
     """
+    _check_params(params, config)
     _check_tokens("forward", tokens, config.vocab_size)
     if biases is not None and biases.shape != (config.n_moe_layers, config.n_experts):
         raise ValueError(
@@ -278,7 +290,7 @@ def forward(
     if sample_ids is None:
         sample_ids = torch.arange(b, device=tokens.device)
     token_ids = (sample_ids[:, None] * s + torch.arange(s, device=tokens.device)).flatten()
-    block = remat(transformer_block, recompute)
+    mask = None if documents is None else document_mask(documents, dtype=x.dtype)
     routings = []
     for i in range(config.n_layers):
         options: dict[str, Any] = {}
@@ -292,9 +304,7 @@ def forward(
                 kernels=kernels,
                 mesh=None if mesh is None else mesh["ep"],
             )
-        x, routing = block(
-            params["layers"][str(i)], x, config=config, rope=rope, documents=documents, **options
-        )
+        x, routing = block(params["layers"][str(i)], x, config=config, rope=rope, mask=mask, **options)
         if routing is not None:
             routings.append(routing)
     return rms_norm(x, params["norm"], config.norm_eps), routings
@@ -378,6 +388,9 @@ def next_token_loss(
 
     b, s = batch.tokens.shape
     keep = (batch.documents >= 0).flatten()
+    torch._assert_async(
+        (batch.documents < s).all(), "next_token_loss needs documents below s; use make_batch"
+    )
     documents = (batch.documents + torch.arange(b, device=keep.device)[:, None] * s).flatten()
     balancing = router_z = ce.new_zeros(())
     for routing in routings:
@@ -400,6 +413,21 @@ def next_token_loss(
         "counts": torch.stack(counts) if counts else keep.new_zeros(0, config.n_experts, dtype=torch.int64),
     }
     return loss + config.balance_weight * balancing + config.router_z_weight * router_z, stats
+
+
+@functools.cache
+def _names(config: ModelConfig) -> frozenset[str]:
+    return frozenset(param_shapes(config))
+
+
+def _check_params(params: Params, config: ModelConfig) -> None:
+    """Which parts a model has is read off its parameters: they must be those that the config describes."""
+    if not isinstance(params, TensorDict):
+        return
+    got = {key if isinstance(key, str) else ".".join(key) for key in params.keys(True, True)}
+    if got != _names(config):
+        missing, unused = sorted(_names(config) - got), sorted(got - _names(config))
+        raise ValueError(f"forward needs the parameters of its config, missing: {missing}, unused: {unused}")
 
 
 def _check_tokens(who: str, tokens: Tensor, vocab_size: int) -> None:

@@ -57,7 +57,7 @@ def generate(
     Raises
     ------
     ValueError
-        When a prompt is empty or the temperature negative.
+        When a prompt is empty, the temperature or ``n_tokens`` negative, or the window out of range.
     """
     if not prompt.shape[1] or temperature < 0:
         raise ValueError(
@@ -65,6 +65,11 @@ def generate(
             f"got {tuple(prompt.shape)}, {temperature=}"
         )
     window = config.max_seq_len if window is None else window
+    if not 1 <= window <= config.max_seq_len or n_tokens < 0:
+        raise ValueError(
+            f"generate needs 1 <= window <= max_seq_len={config.max_seq_len} and n_tokens >= 0, "
+            f"got {window=}, {n_tokens=}"
+        )
     tokens = prompt
     for i in range(n_tokens):
         last = logits(params, tokens[:, -window:], config=config, **options)[:, -1]

@@ -1,12 +1,14 @@
 """wandb, offline unless the user is logged in, and the figures worth logging of a step."""
 
 import secrets
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 import wandb
+import wandb.errors
 from jaxtyping import Int
 from torch import Tensor
 
@@ -36,27 +38,52 @@ def start_run(
     known.parent.mkdir(parents=True, exist_ok=True)
     if not (resume and known.exists()):
         known.write_text(secrets.token_hex(4))
-    online = wandb.login(prompt=False)
+    mode = _mode()
     return wandb.init(
         project=project,
         dir=str(folder),
         config=asdict(config),
         id=known.read_text(),
-        resume="allow" if online and resume else None,
-        mode="online" if online else "offline",
+        resume="allow" if mode == "online" and resume else None,
+        mode=mode,
         settings=wandb.Settings(silent=True),
     )
 
 
-def load_figures(counts: Int[Tensor, "l E"]) -> dict[str, float]:
-    """Return the load of each layer's experts as figures to log: the largest and smallest, of the mean.
+def _mode() -> Any:
+    wanted = wandb.setup().settings.mode
+    if wanted != "online":  # what the user's own settings say, such as WANDB_MODE=disabled
+        return wanted
+    try:
+        return "online" if wandb.login(prompt=False) else "offline"
+    except wandb.errors.Error as error:  # a key that cannot be checked, as on a node without internet
+        warnings.warn(f"wandb logs offline: {error}", stacklevel=3)
+        return "offline"
 
-    Reads the counts on the host. 1 is balanced.
+
+def load_figures(counts: Int[Tensor, "l E"], *, first_layer: int = 0) -> dict[str, Any]:
+    """Return the load of each layer's experts as figures to log.
+
+    Reads the counts on the host. They are those of the whole global batch: a micro-batch on one rank, which
+    others wait for, is less even.
+
+    Parameters
+    ----------
+    counts : Int[Tensor, "l E"]
+        Rows per expert of the layers that have experts.
+    first_layer : int
+        Number of the first of them in the model: ``config.n_dense_layers``.
+
+    Returns
+    -------
+    dict
+        ``load/layer_i``, a wandb histogram with a bar for the rows of each expert, and ``load/layer_i_max``
+        and
+        ``_min``, the largest and the smallest, of the mean (1 is balanced).
     """
-    load = counts.double() / counts.double().mean(-1, keepdim=True).clamp_min(torch.finfo(torch.double).tiny)
-    rows = zip(load.amax(-1).tolist(), load.amin(-1).tolist(), strict=True)
-    return {
-        f"load/layer_{i}_{name}": value
-        for i, (top, low) in enumerate(rows)
-        for name, value in (("max", top), ("min", low))
-    }
+    figures: dict[str, Any] = {}
+    for i, rows in enumerate(counts.double().cpu().numpy(), first_layer):
+        mean = max(rows.mean(), 1.0 / len(rows))
+        figures[f"load/layer_{i}"] = wandb.Histogram(np_histogram=(rows, np.arange(len(rows) + 1)))
+        figures |= {f"load/layer_{i}_max": rows.max() / mean, f"load/layer_{i}_min": rows.min() / mean}
+    return figures

@@ -229,12 +229,16 @@ def remat(block: Callable, recompute: str | Iterable[str] = "block") -> Callable
 
         def wrap(name: str, fn: Callable) -> Callable:
             seen.add(name)
-            return _checkpointed(fn) if name in names else fn
+            part = _checkpointed(fn) if name in names else fn
 
-        out = block(*args, wrap=wrap, **kwargs)
-        if unknown := names - seen:
-            raise ValueError(f"remat needs parts of the block, {sorted(seen)}, got {sorted(unknown)}")
-        return out
+            def run_part(*args: Any, **kwargs: Any):
+                if unknown := names - seen:  # a block names its parts before it runs the first
+                    raise ValueError(f"remat needs parts of the block, {sorted(seen)}, got {sorted(unknown)}")
+                return part(*args, **kwargs)
+
+            return run_part
+
+        return block(*args, wrap=wrap, **kwargs)
 
     return run
 

@@ -2,10 +2,10 @@
 
     python recipes/quickstart.py
     python recipes/quickstart.py --resume
-    torchrun --nproc-per-node 4 recipes/quickstart.py --ep 2
+    torchrun --nproc-per-node 4 recipes/quickstart.py --ep 2 --folder runs/four
 
-The loss of every step is the same on any number of ranks. Expect about 2.3 bits per byte on held-out files
-after five minutes on two CPU cores, where a 3-gram model has 3.5.
+The loss of every step is the same on any number of ranks. Expect about 2.0 bits per byte on held-out files
+after five minutes on two CPU cores, where a byte 3-gram has 2.8.
 """
 
 import math
@@ -123,23 +123,24 @@ if saved := checkpoint.resume(cfg.folder, snapshot(step), wanted=cfg.resume, con
 run = tracking.start_run(cfg, project="moekit-quickstart", folder=cfg.folder, resume=cfg.resume, rank=rank)
 
 bar = tqdm(initial=step, total=cfg.n_steps, disable=rank > 0, smoothing=0.05)
+since, began = step, time.perf_counter()  # of the last line printed
 while step < cfg.n_steps:
-    began = time.perf_counter()
     params, state, biases, stats = train_step(params, state, biases, next(loader).to(device))
     step += 1
     if step % cfg.log_every == 0 or step == cfg.n_steps:
         loss = stats["cross_entropy"].item()
-        tok_s = cfg.batch_size * cfg.seq_len / (time.perf_counter() - began)
+        tok_s = (step - since) * cfg.batch_size * cfg.seq_len / (time.perf_counter() - began)
         figures = dict(loss=loss, grad_norm=state["inner", "0", "norm"].item(), tokens_per_second=tok_s)
-        run.log(figures | tracking.load_figures(stats["counts"]), step=step)
+        run.log(figures | tracking.load_figures(stats["counts"], first_layer=model.n_dense_layers), step=step)
         if rank == 0:
             bar.write(f"step {step:5d}  loss {loss:.6f}")
             bar.set_postfix(bpb=f"{loss / math.log(2):.3f}", tok_s=f"{tok_s:.0f}")
+        since, began = step, time.perf_counter()
     if step % cfg.save_every == 0 or step == cfg.n_steps:
         checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
-        run.log(dict(held_out_bits_per_byte=(bpb := bits_per_byte(held_out))), step=step)
-        if rank == 0:
-            bar.write(f"step {step:5d}  held-out bits per byte {bpb:.3f}")
+        if step < cfg.n_steps:
+            run.log(dict(held_out_bits_per_byte=bits_per_byte(held_out)), step=step)
+        since, began = step, time.perf_counter()
     bar.update()
 
 # --- What it learnt -------------------------------------------------------------------
@@ -150,6 +151,9 @@ key = mk.random.make_key(cfg.seed, device)
 new = mk.generate(params, prompt, cfg.sample_bytes, config=model, key=key, biases=biases, mesh=mesh)
 if rank == 0:
     trigram = corpora.trigram_bits_per_byte(train_files.values(), held_out_files.values())
+    run.log(dict(held_out_bits_per_byte=bpb, trigram_bits_per_byte=trigram), step=step)
     print(f"held-out bits per byte: model {bpb:.3f}, 3-gram {trigram:.3f}")
     print("def " + tokenizer.decode(new[0].tolist()))
 run.finish()
+if mesh is not None:
+    torch.distributed.destroy_process_group()

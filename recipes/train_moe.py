@@ -30,9 +30,11 @@ from moekit.mesh import data_rank
 class Config:
     """Everything this run depends on; logged whole."""
 
-    preset: str = "tiny"  # a model of moekit.config.PRESETS ...
+    preset: str | None = None  # a model of moekit.config.PRESETS ...
     n_experts: int | None = None  # ... with another number of experts ...
     hf: Path | None = None  # ... or a folder with OLMoE weights to start from
+    balance_weight: float | None = None  # of the load-balancing loss; by default the model's
+    router_z_weight: float | None = None  # by default the model's
     tokens: Path | None = None  # a file or folder of .npy or raw token ids ...
     token_dtype: Literal["uint16", "uint32"] | None = None  # ... which raw files need
     eos: int | None = None  # id that ends a document in token files
@@ -61,10 +63,37 @@ class Config:
 
 
 cfg = tyro.cli(Config, description=__doc__)
-model = hf.config_from_hf(cfg.hf) if cfg.hf else mk.preset(cfg.preset)
-model = replace(
-    model, n_experts=cfg.n_experts or model.n_experts, max_seq_len=max(cfg.seq_len, model.max_seq_len)
-)
+for wrong, needs in (
+    ((cfg.preset is None) == (cfg.hf is None), "either --preset or --hf"),
+    (cfg.hf is not None and cfg.n_experts is not None, "--n-experts with a --preset"),
+    (cfg.tokens is not None and cfg.text is not None, "at most one of --tokens and --text"),
+    (cfg.tokens is not None and cfg.tokenizer != "bytes", "--tokenizer with text"),
+    (
+        cfg.tokens is None and (cfg.token_dtype or cfg.eos) is not None,
+        "--token-dtype and --eos with --tokens",
+    ),
+    (cfg.assignment != "top_k" and cfg.bias_rate != 0, "--bias-rate with --assignment top_k"),
+):
+    if wrong:
+        raise SystemExit(f"train_moe needs {needs}")
+model = hf.config_from_hf(cfg.hf) if cfg.hf else mk.preset(str(cfg.preset))
+changes = {name: getattr(cfg, name) for name in ("n_experts", "balance_weight", "router_z_weight")}
+changes = {name: value for name, value in changes.items() if value is not None}
+model = replace(model, max_seq_len=max(cfg.seq_len, model.max_seq_len), **changes)
+
+# --- Data -----------------------------------------------------------------------------
+
+if cfg.tokens:
+    files = corpora.token_files(cfg.tokens, dtype=cfg.token_dtype)
+    corpus = corpora.corpus_of_tokens(files, eos=cfg.eos, vocab_size=model.vocab_size)
+else:
+    texts = corpora.text_files(cfg.text) if cfg.text else corpora.standard_library()
+    corpus = corpora.corpus_of_text(texts, corpora.load_tokenizer(cfg.tokenizer))
+if corpus.vocab_size > model.vocab_size:
+    raise SystemExit(
+        f"train_moe needs token ids below {model.vocab_size}, the tokenizer has {corpus.vocab_size}"
+    )
+samples = data.pack(corpus, cfg.seq_len)
 
 # --- Mesh, parameters -----------------------------------------------------------------
 
@@ -80,15 +109,7 @@ else:
     params = mk.init_params(model, seed=cfg.seed, dtype=dtype, device=device, mesh=mesh)
 biases = torch.zeros(model.n_moe_layers, model.n_experts, device=device)
 
-# --- Data -----------------------------------------------------------------------------
-
-if cfg.tokens:
-    files = corpora.token_files(cfg.tokens, dtype=cfg.token_dtype)
-    corpus = corpora.corpus_of_tokens(files, eos=cfg.eos, vocab_size=model.vocab_size)
-else:
-    texts = corpora.text_files(cfg.text) if cfg.text else corpora.standard_library()
-    corpus = corpora.corpus_of_text(texts, corpora.load_tokenizer(cfg.tokenizer))
-loader = data.Loader(data.pack(corpus, cfg.seq_len), cfg.batch_size, seed=cfg.seed, mesh=mesh)
+loader = data.Loader(samples, cfg.batch_size, seed=cfg.seed, mesh=mesh)
 
 # --- Optimizer, one step --------------------------------------------------------------
 
@@ -96,9 +117,8 @@ lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=c
 optimizer = mk.chain(mk.clip_by_global_norm(cfg.max_norm), mk.adamw(lr, weight_decay=cfg.weight_decay))
 optimizer = mk.shard_optimizer(optimizer, reduce=cfg.reduce, mesh=mesh)
 state = optimizer.init(params)
-loss_fn = partial(
-    mk.next_token_loss, config=model, assignment=cfg.assignment, recompute=cfg.recompute, mesh=mesh
-)
+block = mk.remat(mk.model.transformer_block, cfg.recompute)
+loss_fn = partial(mk.next_token_loss, config=model, assignment=cfg.assignment, block=block, mesh=mesh)
 grad_fn = mk.accumulate(
     mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches, on_grad=optimizer.on_grad
 )
@@ -132,21 +152,24 @@ if rank == 0:
 
 flops = plan.flops_per_token(model, cfg.seq_len)
 bar = tqdm(initial=step, total=cfg.n_steps, disable=rank > 0, smoothing=0.05)
+since, began = step, time.perf_counter()  # of the last line printed
 while step < cfg.n_steps:
-    began = time.perf_counter()
     key = None if chooses else mk.random.fold_in(base_key, step)
     params, state, biases, stats = train_step(params, state, biases, next(loader).to(device), key)
     step += 1
     if step % cfg.log_every == 0 or step == cfg.n_steps:
         loss = stats["cross_entropy"].item()
-        rate = cfg.batch_size * cfg.seq_len / (time.perf_counter() - began)
+        rate = (step - since) * cfg.batch_size * cfg.seq_len / (time.perf_counter() - began)
         figures = dict(loss=loss, grad_norm=state["inner", "0", "norm"].item(), tokens_per_second=rate)
         figures["tflops_per_rank"] = rate * flops / n_ranks / 1e12
-        run.log(figures | tracking.load_figures(stats["counts"]), step=step)
+        run.log(figures | tracking.load_figures(stats["counts"], first_layer=model.n_dense_layers), step=step)
         if rank == 0:
             bar.write(f"step {step:5d}  loss {loss:.6f}")
         bar.set_postfix(tok_s=f"{rate:.0f}", tflops=f"{figures['tflops_per_rank']:.1f}")
+        since, began = step, time.perf_counter()
     if step % cfg.save_every == 0 or step == cfg.n_steps:
         checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
     bar.update()
 run.finish()
+if mesh is not None:
+    torch.distributed.destroy_process_group()

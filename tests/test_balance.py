@@ -203,3 +203,8 @@ def test_bad_biases_are_refused(unchecked):
         next_bias(torch.zeros(4).bfloat16(), torch.zeros(4).long())
     with refuses("next_bias needs a count per bias, got (4,) and (2, 4)"):
         next_bias(torch.zeros(4), torch.zeros(2, 4).long())
+
+
+def test_sigmoid_scores_that_all_vanish_give_a_finite_loss():
+    routing = mk.route(-100 * torch.ones(8, 4), torch.ones(5, 8), top_k=2, score="sigmoid")
+    assert load_balancing_loss(routing, population="rank").isfinite()

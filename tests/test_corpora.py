@@ -99,7 +99,7 @@ def test_a_file_stays_on_its_side_of_the_split_whatever_else_there_is(library):
 
 
 def test_a_split_with_an_empty_side_is_refused():
-    with pytest.raises(ValueError, match=r"got 1 and 0 of 1 at held_out=0.1"):
+    with pytest.raises(ValueError, match=r"got 0 and 1 of 1 at held_out=0.1"):
         split_files({"a": "text"})
 
 
@@ -243,3 +243,11 @@ def test_the_baseline_knows_the_standard_library(library):
     train, held_out = split_files(library)
     score = trigram_bits_per_byte(train.values(), held_out.values())
     assert 2.4 < score < 3.0  # 2.67 for Python 3.11
+
+
+@pytest.mark.parametrize("n", [2, 5, 10, 20])
+def test_a_few_files_are_split_too(n):
+    files = {f"chapter{i}.txt": "text" for i in range(n)}
+    train, rest = split_files(files, held_out=0.001)
+    assert len(rest) == 1 and train | rest == files
+    assert split_files(dict(reversed(files.items())), held_out=0.001)[1] == rest

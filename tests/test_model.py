@@ -44,17 +44,18 @@ def rope(s, config, dtype=torch.float64):
 def test_attention_and_its_gradients_are_those_of_a_loop_over_heads(documents, qk_norm, n_kv_heads):
     config = small_config(n_kv_heads=n_kv_heads, qk_norm=qk_norm)
     params = params_of(config)["layers"]["0"]["attention"]
-    heads = dict(n_heads=4, n_kv_heads=n_kv_heads, documents=documents)
+    heads = dict(n_heads=4, n_kv_heads=n_kv_heads)
+    mask = None if documents is None else model.document_mask(documents, dtype=torch.float64)
     names = list(params.keys())
     leaves = [*params.values(), draw(2, 6, 8)]
 
     def ours(*values):
         named = dict(zip(names, values[:-1], strict=True))
-        return model.attention(named, values[-1], rope=rope(6, config), **heads)
+        return model.attention(named, values[-1], rope=rope(6, config), mask=mask, **heads)
 
     def plain(*values):
         named = dict(zip(names, values[:-1], strict=True))
-        return reference.attention(named, values[-1], base=config.rope_base, **heads)
+        return reference.attention(named, values[-1], base=config.rope_base, documents=documents, **heads)
 
     close(with_grads(ours, *leaves), with_grads(plain, *leaves))
 
@@ -169,7 +170,9 @@ def test_recomputation_gives_the_same_bits_and_counts(recompute, dtype):
     run = mk.value_and_grad(mk.next_token_loss, has_aux=True)
     options = dict(config=config, assignment="random", key=mk.random.make_key(0))
     (loss, stats), grads = run(params, batch, **options)
-    (same_loss, same_stats), same_grads = run(params, batch, recompute=recompute, **options)
+    (same_loss, same_stats), same_grads = run(
+        params, batch, block=mk.remat(model.transformer_block, recompute), **options
+    )
     want, got = (
         {"loss": x[0], **x[1], **flat(x[2])}
         for x in ((loss, stats, grads), (same_loss, same_stats, same_grads))
@@ -251,10 +254,39 @@ def test_norms_stand_where_their_placement_says(norm, layer):
     params, x = params_of(config)["layers"][str(layer)], draw(4, 7, 8)
     kinds = {name.rpartition("_")[2] for name in params.keys() if "norm" in name}
     assert kinds == {"pre": {"in"}, "post": {"out"}, "peri": {"in", "out"}}[norm]
-    options = dict(config=config, documents=batch.documents)
-    got, routing = mk.model.transformer_block(params, x, rope=rope(7, config), **options)
-    close(got, reference.block(params, x, **options)[0])
+    mask = model.document_mask(batch.documents, dtype=torch.float64)
+    got, routing = model.transformer_block(params, x, config=config, rope=rope(7, config), mask=mask)
+    close(got, reference.block(params, x, config=config, documents=batch.documents)[0])
     assert (routing is None) == (layer == 0)
+
+
+def test_a_block_without_experts_refuses_their_options():
+    params = params_of(small_config())["layers"]["0"]
+    with pytest.raises(TypeError, match=r"transformer_block needs no options of moe .* got \['via'\]"):
+        model.transformer_block(
+            params, draw(1, 7, 8), config=small_config(), rope=rope(7, small_config()), via="local"
+        )
+
+
+def test_parameters_of_another_model_are_refused():
+    config = small_config(tied_head=True)
+    with pytest.raises(ValueError, match=r"parameters of its config, missing: \[\], unused: \['head'\]"):
+        model.logits(params_of(small_config()), packed_batch().tokens, config=config)
+
+
+def test_documents_may_have_any_numbers():
+    tokens, odd = packed_batch().tokens, torch.tensor([[6] * 3 + [0] * 4, [9] * 7])
+    even = torch.tensor([[0] * 3 + [1] * 4, [0] * 7])
+    config = small_config(balance_weight=1.0)
+    got, want = (
+        mk.next_token_loss(
+            params_of(config),
+            mk.count_tokens(mk.batch.make_batch(tokens[:2], documents, torch.arange(2))),
+            config=config,
+        )[0]
+        for documents in (odd, even)
+    )
+    assert torch.equal(got, want)
 
 
 def test_a_tied_head_is_the_transposed_embedding():
@@ -280,10 +312,9 @@ def test_rms_norm_divides_by_the_root_mean_square_with_eps_inside():
             "rope_table needs at most max_seq_len=16 positions, got 17; shorten the sequence or",
         ),
         ("forward", dict(biases=torch.zeros(2, 6)), "forward needs biases (1, 6), got (2, 6)"),
-        ("forward", dict(recompute="blocks"), "remat needs 'none', 'block' or a list of parts, got 'blocks'"),
         (
             "forward",
-            dict(recompute=["mlp"]),
+            dict(block=mk.remat(model.transformer_block, ["mlp"])),
             "remat needs parts of the block, ['attention', 'ffn'], got ['mlp']",
         ),
         (

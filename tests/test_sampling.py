@@ -51,8 +51,10 @@ def test_the_same_key_draws_the_same_tokens_and_another_key_others():
     [
         (torch.zeros(1, 0, dtype=torch.int64), {}),
         (torch.tensor([[1]]), {"temperature": -1.0}),
+        (torch.tensor([[1]]), {"window": 0}),
+        (torch.tensor([[1]]), {"window": 7}),
     ],
 )
 def test_bad_input_is_refused(prompt, options):
-    with pytest.raises(ValueError, match="generate needs prompts of a token or more and temperature >= 0"):
+    with pytest.raises(ValueError, match=r"generate needs (prompts of a token|1 <= window <= max_seq_len=6)"):
         mk.generate(PARAMS, prompt, 1, config=CONFIG, key=KEY, **options)

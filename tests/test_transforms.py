@@ -151,7 +151,8 @@ def test_micro_batches_sum_to_one_call_of_the_whole_batch_balance_loss_and_count
     params, batch = mk.init_params(config, dtype=torch.float64), packed_batch()
     grad_fn = mk.value_and_grad(mk.next_token_loss, has_aux=True)
     whole, grads = grad_fn(params, batch, config=config)
-    summed, sums = mk.accumulate(grad_fn, n)(params, batch, config=config, recompute=recompute)
+    block = mk.remat(mk.model.transformer_block, recompute)
+    summed, sums = mk.accumulate(grad_fn, n)(params, batch, config=config, block=block)
     close((summed, flat(sums)), (whole, flat(grads)))
     assert list(flat(sums)) == list(flat(params))
 

@@ -99,7 +99,12 @@ def test_an_expert_without_tokens_has_a_zero_gradient_even_where_a_whole_rank_ha
     config, params = model(n_dense_layers=0, d_dense=0, d_expert=8)
     biases = torch.tensor([0.0, 0, 0, 0, -1e9, -1e9, -1e9, -1e9]).repeat(2, 1)  # ep = 2: rank 1 gets no row
     loss = loss_of(config, biases=biases.double())
-    layouts = [dict(ep=2), dict(edp=2, ep=4), dict(ep=8), dict(ep=2, recompute="block")]
+    layouts = [
+        dict(ep=2),
+        dict(edp=2, ep=4),
+        dict(ep=8),
+        dict(ep=2, block=mk.remat(mk.model.transformer_block)),
+    ]
     check_gradients(loss, params, BATCH, layouts)
     for kernels, dtype in (("loop", torch.float64), ("torch", torch.float32)):
 

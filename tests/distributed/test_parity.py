@@ -54,9 +54,11 @@ def loss_of(name):
     changes, options = MODELS[name]
     config, params = model(**changes)
 
-    def loss(params, batch, *, mesh, via=None, **more):
+    def loss(params, batch, *, mesh, via=None, recompute="none", **more):
         via = ALL_GATHER if via == "all_gather" else via
-        return mk.next_token_loss(params, batch, config=config, mesh=mesh, via=via, **options, **more)
+        block = mk.remat(mk.model.transformer_block, recompute)
+        more |= dict(via=via, block=block)
+        return mk.next_token_loss(params, batch, config=config, mesh=mesh, **options, **more)
 
     return loss, params
 

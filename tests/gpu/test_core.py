@@ -68,7 +68,7 @@ def test_the_cuda_device_gives_the_cpus_loss_and_gradients_in_float32():
 
 def test_a_training_step_does_not_wait_for_the_device():
     params, batch = make(torch.bfloat16)
-    loss_fn = functools.partial(mk.next_token_loss, config=CONFIG, recompute="block")
+    loss_fn = functools.partial(mk.next_token_loss, config=CONFIG, block=mk.remat(mk.model.transformer_block))
     grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), 2)
     schedule = mk.optim.warmup_cosine(1e-3, warmup_steps=2, total_steps=10)
     optimizer = mk.shard_optimizer(mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(schedule)))

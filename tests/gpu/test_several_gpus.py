@@ -42,7 +42,7 @@ def test_every_layout_has_the_gradients_of_one_process():
     layouts = [
         dict(ep=2),
         dict(edp=2, accumulate=2),
-        dict(ep=2, rows=[8, 0], recompute="block"),
+        dict(ep=2, rows=[8, 0], block=mk.remat(mk.model.transformer_block)),
         *([dict(edp=2, ep=2)] if N >= 4 else []),
         *([dict(edp=2, ep=4), dict(ep=8)] if N >= 8 else []),
     ]
