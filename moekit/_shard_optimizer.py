@@ -12,15 +12,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from moekit.optim import (
-    Optimizer,
-    Scaled,
-    all_reduce,
-    check_names,
-    describe_place,
-    place,
-    ranks_of,
-)
+from moekit.mesh import all_reduce, describe_place, place, ranks_of
+from moekit.optim import Optimizer, Scaled, check_names
 from moekit.tree import held, map_named, named, on_mesh
 
 

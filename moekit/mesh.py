@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moekit.tree import map_named
@@ -169,12 +170,12 @@ def distribute(params: TensorDict, mesh: DeviceMesh | None) -> TensorDict:
     if mesh is None:
         return params
 
-    def place(name: str, full: Tensor) -> Tensor:
+    def part(name: str, full: Tensor) -> Tensor:
         local, offset = shard_of(name, tuple(full.shape), mesh)
         index = tuple(slice(o, o + n) for o, n in zip(offset, local, strict=True))
         return from_shard(name, full[index].to(mesh.device_type).clone(), tuple(full.shape), mesh)
 
-    return map_named(place, params)
+    return map_named(part, params)
 
 
 def sum_over_ranks(tree: Any, *, mesh: DeviceMesh | None = None) -> Any:
@@ -194,3 +195,30 @@ def sum_over_ranks(tree: Any, *, mesh: DeviceMesh | None = None) -> Any:
         for i, part in zip(at, flat.split([leaves[i].numel() for i in at]), strict=True):
             leaves[i] = part.view(leaves[i].shape)
     return tree_unflatten(leaves, spec)
+
+
+def all_reduce(x: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+    """Return the sum over a mesh axis, as a functional collective that is waited for."""
+    if mesh.size(axis) == 1:
+        return x
+    c10d = torch.ops._c10d_functional
+    return c10d.wait_tensor(c10d.all_reduce(x, "sum", mesh.get_group(axis).group_name))
+
+
+def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
+    """Return the global ranks of a mesh."""
+    with _disable_current_modes():  # the mesh's own tensor is real, also in a dry run on fake ones
+        return frozenset(mesh.mesh.flatten().tolist())
+
+
+def place(x: Tensor) -> tuple | None:
+    """Return mesh and placements of a leaf; None for a plain tensor."""
+    return (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
+
+
+def describe_place(x: Tensor) -> str:
+    """Return mesh and placements of a leaf for an error message."""
+    if not isinstance(x, DTensor):
+        return "a plain tensor"
+    mesh = x.device_mesh
+    return f"{x.placements} on axes {mesh.mesh_dim_names} of ranks {sorted(ranks_of(mesh))}"

@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from moekit.mesh import all_reduce, describe_place, place, ranks_of
 from moekit.tree import held, map_named, named, on_mesh
 
 Schedule = Callable[[Tensor], Tensor]
@@ -374,20 +374,6 @@ def _copies(g: Tensor) -> int:
     return math.prod(g.device_mesh.size(i) for i, p in enumerate(g.placements) if p.is_replicate())
 
 
-def all_reduce(x: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
-    """Return the sum over a mesh axis, as a functional collective that is waited for."""
-    if mesh.size(axis) == 1:
-        return x
-    c10d = torch.ops._c10d_functional
-    return c10d.wait_tensor(c10d.all_reduce(x, "sum", mesh.get_group(axis).group_name))
-
-
-def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
-    """Return the global ranks of a mesh."""
-    with _disable_current_modes():  # the mesh's own tensor is real, also in a dry run on fake ones
-        return frozenset(mesh.mesh.flatten().tolist())
-
-
 def check_like(who: str, what: str, tree: TensorDict, leaves: dict[str, Tensor]) -> None:
     """Raise unless a tree has the names, shapes, meshes and placements of the leaves."""
     given = check_names(who, what, tree, leaves)
@@ -416,16 +402,3 @@ def check_names(who: str, what: str, tree: TensorDict, leaves: dict[str, Tensor]
                 f"which has {tuple(p.shape)}"
             )
     return given
-
-
-def place(x: Tensor) -> tuple | None:
-    """Return mesh and placements of a leaf; None for a plain tensor."""
-    return (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
-
-
-def describe_place(x: Tensor) -> str:
-    """Return mesh and placements of a leaf for an error message."""
-    if not isinstance(x, DTensor):
-        return "a plain tensor"
-    mesh = x.device_mesh
-    return f"{x.placements} on axes {mesh.mesh_dim_names} of ranks {sorted(ranks_of(mesh))}"
