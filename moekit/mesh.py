@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
-from moekit.tree import map_named
+from moekit.tree import map_named, summands
 
 
 def make_mesh(
@@ -182,10 +182,15 @@ def sum_over_ranks(tree: Any, *, mesh: DeviceMesh | None = None) -> Any:
     """Return the tensors of a tree summed over the ranks that share a batch: shares become the whole.
 
     Collective: one all-reduce per dtype.
+
+    Raises
+    ------
+    TypeError
+        For a leaf that is no tensor, before any collective.
     """
+    leaves, spec = summands("sum_over_ranks", tree)
     if mesh is None:
         return tree
-    leaves, spec = tree_flatten(tree)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, leaf in enumerate(leaves):
         by_dtype.setdefault(leaf.dtype, []).append(i)
