@@ -74,8 +74,23 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
     A mesh of one axis is its own. The first call for a mesh makes the group, and is collective over all
     ranks.
+
+    Raises
+    ------
+    ValueError
+        When a mesh of several axes lacks one of the two.
     """
-    return mesh if mesh.ndim == 1 else mesh["edp", "ep"]._flatten("dp")
+    return mesh if mesh.ndim == 1 else _edp_ep("data_mesh", mesh)._flatten("dp")
+
+
+def _edp_ep(who: str, mesh: DeviceMesh) -> DeviceMesh:
+    axes = mesh.mesh_dim_names or ()
+    if not {"edp", "ep"} <= set(axes):
+        raise ValueError(
+            f"{who} needs a mesh with the axes edp and ep, got axes {axes} of sizes {tuple(mesh.shape)}; "
+            "pass the whole mesh that make_mesh returned"
+        )
+    return mesh["edp", "ep"]
 
 
 def data_rank(mesh: DeviceMesh | None) -> tuple[int, int]:
@@ -92,9 +107,14 @@ def layout(name: str, mesh: DeviceMesh) -> tuple[DeviceMesh, tuple[Placement, ..
     ``*.experts.*``           (edp, ep)     (Replicate, Shard(0))   (Partial, Shard(0))
     every other               dp            (Replicate,)            (Partial,)
     ========================= ============= ======================= =============================
+
+    Raises
+    ------
+    ValueError
+        When ``mesh`` lacks an axis that the leaf needs.
     """
     if "experts" in name.split("."):
-        return mesh["edp", "ep"], (Replicate(), Shard(0))
+        return _edp_ep(f"the placement of {name}", mesh), (Replicate(), Shard(0))
     return data_mesh(mesh), (Replicate(),)
 
 
@@ -165,12 +185,18 @@ def distribute(params: TensorDict, mesh: DeviceMesh | None) -> TensorDict:
     Raises
     ------
     ValueError
-        When the ep axis does not divide the number of experts.
+        When the ep axis does not divide the number of experts, ``mesh`` lacks an axis, or a leaf is a
+        DTensor already.
     """
     if mesh is None:
         return params
 
     def part(name: str, full: Tensor) -> Tensor:
+        if isinstance(full, DTensor):
+            raise ValueError(
+                f"distribute needs plain tensors, got {name}, which is {describe_place(full)}; they are "
+                "what init_params(mesh=None) returns, or full_tensor() of each"
+            )
         local, offset = shard_of(name, tuple(full.shape), mesh)
         index = tuple(slice(o, o + n) for o, n in zip(offset, local, strict=True))
         return from_shard(name, full[index].to(mesh.device_type).clone(), tuple(full.shape), mesh)

@@ -188,7 +188,8 @@ def data_parallel(grad_fn: Callable, *, mesh: DeviceMesh | None = None) -> Calla
     Returns
     -------
     callable
-        Of the shape of ``grad_fn``; gradients that were ``Partial`` on an axis are ``Replicate``. Collective.
+        Of the shape of ``grad_fn``; gradients that were ``Partial`` on an axis are ``Replicate``, and summed
+        and returned in float32 (float64 for float64), also those of bfloat16 parameters. Collective.
     """
     if mesh is None:
         return grad_fn
@@ -199,7 +200,8 @@ def data_parallel(grad_fn: Callable, *, mesh: DeviceMesh | None = None) -> Calla
                 f"data_parallel needs DTensor gradients on a mesh, got a plain one for {name}; "
                 "place the parameters with moekit.mesh.distribute or init_params(mesh=mesh)"
             )
-        return grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
+        summed = [Replicate() if p.is_partial() else p for p in grad.placements]
+        return at_least_float32(grad).redistribute(placements=summed)
 
     def run(params: TensorDict, *args: Any, **kwargs: Any):
         value, grads = grad_fn(params, *args, **kwargs)
