@@ -12,15 +12,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from moekit.optim import (
-    Optimizer,
-    Scaled,
-    all_reduce,
-    check_names,
-    describe_place,
-    place,
-    ranks_of,
-)
+from moekit.mesh import all_reduce, describe_place, place, ranks_of
+from moekit.optim import Optimizer, Scaled, check_names
 from moekit.tree import held, map_named, named, on_mesh
 
 
@@ -46,12 +39,14 @@ def shard_optimizer(
     Parameters
     ----------
     optimizer : Optimizer
-        What to run on the masters, e.g. ``chain(clip_by_global_norm(1.0), adamw(3e-4))``. It sees gradients
-        that are summed, sharded and float32 (float64 for float64 parameters).
+        What to run on the masters, e.g. ``chain(clip_by_global_norm(1.0), adamw(3e-4))``. It must update
+        them in place and return them. It sees gradients that are summed, sharded and float32 (float64 for
+        float64 parameters).
     reduce : {"step", "micro_batch"}
-        When to reduce-scatter: in ``update``, of gradients accumulated locally; or also before, each
+        When to reduce-scatter: in ``update``, of gradients accumulated locally; or before, each
         micro-batch's as soon as it is complete, by the result's ``on_grad``: one collective a leaf and
-        micro-batch, and a gradient takes only this rank's part. ``update`` takes either.
+        micro-batch, and a gradient takes only this rank's part. ``update`` takes summed gradients for
+        either, and those not yet summed for ``"step"`` alone.
     bucket_bytes : int
         Most bytes of a bucket, counted over all ranks; a larger leaf travels alone. Up to two are alive at
         a time.
@@ -72,7 +67,9 @@ def shard_optimizer(
         At once for an unknown ``reduce`` or a negative ``bucket_bytes``; from ``init`` for parameters that
         are not on the ranks of ``mesh`` or are replicated over two axes; from ``update`` for gradients that
         differ in names, shapes, or placements (``Partial`` where the parameter is replicated, or already
-        the master's). All of them before any collective.
+        the master's), or are not summed with ``reduce="micro_batch"``. All of them before any collective.
+    TypeError
+        From ``update`` for an ``optimizer`` that does not return the masters it was given.
 
     Examples
     --------
@@ -123,6 +120,11 @@ def shard_optimizer(
         for name, plan in plans.items():
             plan.check_gradient(name, given[name])
             plan.check_master(name, master[name])
+            if reduce == "micro_batch" and not plan.is_reduced(given[name]):
+                raise ValueError(
+                    "shard_optimizer(reduce='micro_batch') needs gradients that its on_grad has summed, got "
+                    f"{describe_place(given[name])} for {name}; pass on_grad=optimizer.on_grad to accumulate"
+                )
 
         shards: dict[str, Tensor] = {}
         todo = []
@@ -138,7 +140,13 @@ def shard_optimizer(
             shards.update(_unpack_shards(bucket, flat))
         del todo
         summed = map_named(lambda name, p: plans[name].wrap(shards.pop(name), like=p), params)
-        optimizer.update(summed, state["inner"], state["master"])
+        updated, _ = optimizer.update(summed, state["inner"], state["master"])
+        if updated is not state["master"]:
+            raise TypeError(
+                "shard_optimizer needs an optimizer that updates in place and ends in one that returns "
+                f"parameters, got one that returns another {type(updated).__name__}; "
+                "e.g. chain(clip_by_global_norm(...), adamw(...))"
+            )
         del summed
 
         todo = []

@@ -5,8 +5,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 2**27  # logits held at once: 512 MiB in float32
-
 
 def cross_entropy(
     hidden: Float[Tensor, "t d"],
@@ -15,6 +13,7 @@ def cross_entropy(
     weights: Float[Tensor, " t"],
     *,
     z_weight: float = 0.0,
+    chunk_elements: int = 2**27,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Float[Tensor, ""]]:
     """Return the weighted sums of cross-entropy plus z-loss, and of each alone, never holding all logits.
 
@@ -24,15 +23,17 @@ def cross_entropy(
     Parameters
     ----------
     hidden : Float[Tensor, "t d"]
-        What the head reads.
+        What the head reads: bfloat16, float32 or float64. float16 has no room for gradients of this size.
     head : Float[Tensor, "d v"]
-        A plain tensor.
+        A plain tensor of the dtype of ``hidden``.
     targets : Int[Tensor, " t"]
         Token ids in [0, v).
     weights : Float[Tensor, " t"]
         Of each token in the sum: 1 / n_targets of the global batch where it counts, else 0. float32 at least.
     z_weight : float
         Of the squared log-sum-exp of the logits.
+    chunk_elements : int
+        Logits held at once, those of one token at least; by default 512 MiB in float32.
 
     Returns
     -------
@@ -44,7 +45,9 @@ def cross_entropy(
     Raises
     ------
     ValueError
-        When the shapes do not fit.
+        When shapes or dtypes do not fit, or a target on the CPU is not in [0, v).
+    RuntimeError
+        Later, from CUDA, for a target on the device that is not in [0, v): nothing waits for it.
 
     References
     ----------
@@ -55,18 +58,31 @@ def cross_entropy(
             "cross_entropy needs hidden (t, d), head (d, v), targets (t,) and weights (t,), got "
             f"{tuple(hidden.shape)}, {tuple(head.shape)}, {tuple(targets.shape)}, {tuple(weights.shape)}"
         )
-    return _CrossEntropy.apply(hidden, head, targets, weights, z_weight)
+    if hidden.dtype != head.dtype or hidden.dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(
+            "cross_entropy needs hidden and head of one dtype, bfloat16, float32 or float64, got "
+            f"{hidden.dtype} and {head.dtype}"
+        )
+    in_range = ((targets >= 0) & (targets < head.shape[1])).all()
+    if targets.device.type != "cpu":  # without waiting for the device
+        torch._assert_async(in_range, f"cross_entropy needs targets in [0, {head.shape[1]})")
+    elif not in_range:
+        raise ValueError(
+            f"cross_entropy needs targets in [0, {head.shape[1]}), got {targets.min()} to {targets.max()}; "
+            "give tokens that do not count any id and weight 0"
+        )
+    return _CrossEntropy.apply(hidden, head, targets, weights, z_weight, chunk_elements)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, head, targets, weights, z_weight):
+    def forward(ctx, hidden, head, targets, weights, z_weight, chunk_elements):
         acc = torch.promote_types(hidden.dtype, torch.float32)
         ce, z = (torch.zeros((), dtype=acc, device=hidden.device) for _ in range(2))
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_head = torch.zeros_like(head, dtype=acc) if needs_head else None
-        n = max(CHUNK_ELEMENTS // head.shape[1], 1)
+        n = max(chunk_elements // head.shape[1], 1)
         for i in range(0, len(hidden), n):
             h, y, w = hidden[i : i + n], targets[i : i + n, None], weights[i : i + n].to(acc)
             logits = (h @ head).to(acc)
@@ -95,4 +111,4 @@ class _CrossEntropy(torch.autograd.Function):
             grad_hidden = grad_hidden * grads[0].to(grad_hidden.dtype)
         if grad_head is not None:
             grad_head = (grad_head * grads[0]).to(ctx.head_dtype)
-        return grad_hidden, grad_head, None, None, None
+        return grad_hidden, grad_head, None, None, None, None

@@ -15,9 +15,10 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_unflatten
 
-from moekit.tree import map_named
+from moekit.tree import map_named, summands
 
 
 def make_mesh(
@@ -73,8 +74,23 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
     A mesh of one axis is its own. The first call for a mesh makes the group, and is collective over all
     ranks.
+
+    Raises
+    ------
+    ValueError
+        When a mesh of several axes lacks one of the two.
     """
-    return mesh if mesh.ndim == 1 else mesh["edp", "ep"]._flatten("dp")
+    return mesh if mesh.ndim == 1 else _edp_ep("data_mesh", mesh)._flatten("dp")
+
+
+def _edp_ep(who: str, mesh: DeviceMesh) -> DeviceMesh:
+    axes = mesh.mesh_dim_names or ()
+    if not {"edp", "ep"} <= set(axes):
+        raise ValueError(
+            f"{who} needs a mesh with the axes edp and ep, got axes {axes} of sizes {tuple(mesh.shape)}; "
+            "pass the whole mesh that make_mesh returned"
+        )
+    return mesh["edp", "ep"]
 
 
 def data_rank(mesh: DeviceMesh | None) -> tuple[int, int]:
@@ -91,9 +107,14 @@ def layout(name: str, mesh: DeviceMesh) -> tuple[DeviceMesh, tuple[Placement, ..
     ``*.experts.*``           (edp, ep)     (Replicate, Shard(0))   (Partial, Shard(0))
     every other               dp            (Replicate,)            (Partial,)
     ========================= ============= ======================= =============================
+
+    Raises
+    ------
+    ValueError
+        When ``mesh`` lacks an axis that the leaf needs.
     """
     if "experts" in name.split("."):
-        return mesh["edp", "ep"], (Replicate(), Shard(0))
+        return _edp_ep(f"the placement of {name}", mesh), (Replicate(), Shard(0))
     return data_mesh(mesh), (Replicate(),)
 
 
@@ -164,27 +185,38 @@ def distribute(params: TensorDict, mesh: DeviceMesh | None) -> TensorDict:
     Raises
     ------
     ValueError
-        When the ep axis does not divide the number of experts.
+        When the ep axis does not divide the number of experts, ``mesh`` lacks an axis, or a leaf is a
+        DTensor already.
     """
     if mesh is None:
         return params
 
-    def place(name: str, full: Tensor) -> Tensor:
+    def part(name: str, full: Tensor) -> Tensor:
+        if isinstance(full, DTensor):
+            raise ValueError(
+                f"distribute needs plain tensors, got {name}, which is {describe_place(full)}; they are "
+                "what init_params(mesh=None) returns, or full_tensor() of each"
+            )
         local, offset = shard_of(name, tuple(full.shape), mesh)
         index = tuple(slice(o, o + n) for o, n in zip(offset, local, strict=True))
         return from_shard(name, full[index].to(mesh.device_type).clone(), tuple(full.shape), mesh)
 
-    return map_named(place, params)
+    return map_named(part, params)
 
 
 def sum_over_ranks(tree: Any, *, mesh: DeviceMesh | None = None) -> Any:
     """Return the tensors of a tree summed over the ranks that share a batch: shares become the whole.
 
     Collective: one all-reduce per dtype.
+
+    Raises
+    ------
+    TypeError
+        For a leaf that is no tensor, before any collective.
     """
+    leaves, spec = summands("sum_over_ranks", tree)
     if mesh is None:
         return tree
-    leaves, spec = tree_flatten(tree)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for i, leaf in enumerate(leaves):
         by_dtype.setdefault(leaf.dtype, []).append(i)
@@ -194,3 +226,30 @@ def sum_over_ranks(tree: Any, *, mesh: DeviceMesh | None = None) -> Any:
         for i, part in zip(at, flat.split([leaves[i].numel() for i in at]), strict=True):
             leaves[i] = part.view(leaves[i].shape)
     return tree_unflatten(leaves, spec)
+
+
+def all_reduce(x: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
+    """Return the sum over a mesh axis, as a functional collective that is waited for."""
+    if mesh.size(axis) == 1:
+        return x
+    c10d = torch.ops._c10d_functional
+    return c10d.wait_tensor(c10d.all_reduce(x, "sum", mesh.get_group(axis).group_name))
+
+
+def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
+    """Return the global ranks of a mesh."""
+    with _disable_current_modes():  # the mesh's own tensor is real, also in a dry run on fake ones
+        return frozenset(mesh.mesh.flatten().tolist())
+
+
+def place(x: Tensor) -> tuple | None:
+    """Return mesh and placements of a leaf; None for a plain tensor."""
+    return (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
+
+
+def describe_place(x: Tensor) -> str:
+    """Return mesh and placements of a leaf for an error message."""
+    if not isinstance(x, DTensor):
+        return "a plain tensor"
+    mesh = x.device_mesh
+    return f"{x.placements} on axes {mesh.mesh_dim_names} of ranks {sorted(ranks_of(mesh))}"

@@ -10,8 +10,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from moekit.mesh import all_reduce, describe_place, place, ranks_of
 from moekit.tree import held, map_named, named, on_mesh
 
 Schedule = Callable[[Tensor], Tensor]
@@ -39,7 +39,10 @@ class Optimizer(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """Gradients that stand for ``grads * scale``; a scale that is not finite asks to skip the step."""
+    """Gradients that stand for ``grads * scale``; a scale that is not finite asks to skip the step.
+
+    The scale is float32, or float64 for float64 gradients.
+    """
 
     grads: TensorDict
     scale: Float[Tensor, ""]
@@ -59,12 +62,21 @@ def chain(*links: Optimizer) -> Optimizer:
     Parameters
     ----------
     *links : Optimizer
-        At least one; at most one may have an ``on_grad``, which becomes the chain's.
+        At least one; at most one may have an ``on_grad``, which becomes the chain's. The last one must
+        update the parameters in place and return them, e.g. :func:`adamw`; no other may.
 
     Returns
     -------
     Optimizer
         Its state is a TensorDict of the links' states under ``"0"``, ``"1"``, ....
+
+    Raises
+    ------
+    TypeError
+        For what is no optimizer; from ``update`` when the last link does not return the parameters that it
+        was given, or an earlier one does.
+    ValueError
+        For several links with an ``on_grad``; from ``update`` for the state of another chain.
 
     Examples
     --------
@@ -89,6 +101,14 @@ def chain(*links: Optimizer) -> Optimizer:
         out: Any = grads
         for i, link in enumerate(links):
             out, _ = link.update(out, state[str(i)], params)
+            last = i == len(links) - 1
+            if last != (out is params):
+                what = f"another {type(out).__name__}" if last else "the parameters"
+                raise TypeError(
+                    "chain needs its last link alone to update the parameters in place and return them, got "
+                    f"{what} from link {i} of 0..{len(links) - 1}; e.g. chain(clip_by_global_norm(...), "
+                    "adamw(...))"
+                )
         return out, state
 
     return Optimizer(init, update, hooks[0] if hooks else None)
@@ -131,7 +151,7 @@ def clip_by_global_norm(max_norm: float | int, *, mesh: DeviceMesh | None = None
     @torch.no_grad()
     def update(grads: TensorDict, state: TensorDict, params: TensorDict):
         check_names("clip_by_global_norm", "gradients", grads, named(params))
-        norm = global_norm(grads, mesh=mesh).float()
+        norm = global_norm(grads, mesh=mesh)
         finite = norm.isfinite()
         state["norm"].copy_(norm)
         state["skipped"].add_(~finite)
@@ -229,13 +249,17 @@ def adamw(
         skip = None if scale is None else ~scale.isfinite()
         rate = lr(step) if callable(lr) else lr
         now = (step + 1).float()
-        for (_, decays), group in groups.items():
+        for (dtype, decays), group in groups.items():
             ps, gs, ms, vs = (list(column) for column in zip(*group, strict=True))
+            divisor = None if scale is None else scale.reciprocal().float()
+            if scale is not None and dtype == torch.float64:  # the kernel's divisor is float32
+                torch._foreach_mul_(gs, scale)
+                divisor = None
             torch._fused_adamw_(
                 *(ps, gs, ms, vs, [], [now] * len(group)),
                 **dict(lr=rate, beta1=b1, beta2=b2, eps=eps, weight_decay=weight_decay if decays else 0.0),
                 **dict(amsgrad=False, maximize=False),
-                grad_scale=None if scale is None else scale.reciprocal(),  # the kernel divides by it
+                grad_scale=divisor,
                 found_inf=None if skip is None else skip.float(),
             )
         step.add_(1 if skip is None else ~skip)
@@ -374,20 +398,6 @@ def _copies(g: Tensor) -> int:
     return math.prod(g.device_mesh.size(i) for i, p in enumerate(g.placements) if p.is_replicate())
 
 
-def all_reduce(x: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
-    """Return the sum over a mesh axis, as a functional collective that is waited for."""
-    if mesh.size(axis) == 1:
-        return x
-    c10d = torch.ops._c10d_functional
-    return c10d.wait_tensor(c10d.all_reduce(x, "sum", mesh.get_group(axis).group_name))
-
-
-def ranks_of(mesh: DeviceMesh) -> frozenset[int]:
-    """Return the global ranks of a mesh."""
-    with _disable_current_modes():  # the mesh's own tensor is real, also in a dry run on fake ones
-        return frozenset(mesh.mesh.flatten().tolist())
-
-
 def check_like(who: str, what: str, tree: TensorDict, leaves: dict[str, Tensor]) -> None:
     """Raise unless a tree has the names, shapes, meshes and placements of the leaves."""
     given = check_names(who, what, tree, leaves)
@@ -416,16 +426,3 @@ def check_names(who: str, what: str, tree: TensorDict, leaves: dict[str, Tensor]
                 f"which has {tuple(p.shape)}"
             )
     return given
-
-
-def place(x: Tensor) -> tuple | None:
-    """Return mesh and placements of a leaf; None for a plain tensor."""
-    return (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
-
-
-def describe_place(x: Tensor) -> str:
-    """Return mesh and placements of a leaf for an error message."""
-    if not isinstance(x, DTensor):
-        return "a plain tensor"
-    mesh = x.device_mesh
-    return f"{x.placements} on axes {mesh.mesh_dim_names} of ranks {sorted(ranks_of(mesh))}"

@@ -77,7 +77,7 @@ def init_params(
     seed : int
         Any integer.
     dtype : torch.dtype
-        Of every parameter but the routers, which are float32 at least.
+        bfloat16, float32 or float64, of every parameter but the routers, which are float32 at least.
     device : str or torch.device, optional
         Where to put them; by default the device of ``mesh``, else the CPU. ``"meta"`` draws nothing.
     mesh : DeviceMesh, optional
@@ -92,10 +92,10 @@ def init_params(
     Raises
     ------
     ValueError
-        When the ep axis does not divide ``n_experts``, or ``dtype`` is no floating-point type.
+        When the ep axis does not divide ``n_experts``, or ``dtype`` is none of the three.
     """
-    if not dtype.is_floating_point:
-        raise ValueError(f"init_params needs a floating-point dtype, got {dtype}")
+    if dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"init_params needs bfloat16, float32 or float64, got {dtype}")
     device = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
     params = {}
     for name, shape in param_shapes(config).items():

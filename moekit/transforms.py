@@ -9,12 +9,12 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from moekit.batch import split_batch
 from moekit.mesh import sum_over_ranks
-from moekit.tree import at_least_float32, held, map_named, named, nested, on_mesh
+from moekit.tree import at_least_float32, held, map_named, named, nested, on_mesh, summands
 
 OnGrad = Callable[[str, Tensor], Tensor | None]
 
@@ -110,7 +110,8 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
         Must divide the leading dim of every tensor of the batch; 0-d tensors are shared.
     on_grad : callable, optional
         What becomes of each micro-batch's gradient before it is added, e.g. ``optimizer.on_grad`` of
-        ``shard_optimizer(reduce="micro_batch")``, which reduce-scatters it.
+        ``shard_optimizer(reduce="micro_batch")``, which reduce-scatters it. What it returns is added after
+        its next call, so that a collective goes on while backward does.
 
     Returns
     -------
@@ -122,8 +123,10 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
     Raises
     ------
     ValueError
-        When ``n_microbatches`` is below 1 or does not divide, or a buffer of ``into`` has another shape,
-        dtype or placement than its gradient's sum.
+        When ``n_microbatches`` is below 1 or does not divide, or a buffer of ``into`` is of no parameter or
+        has another shape, dtype or placement than its gradient's sum.
+    TypeError
+        When a leaf of aux is no tensor.
     """
     if n_microbatches < 1:
         raise ValueError(f"accumulate needs n_microbatches >= 1, got {n_microbatches}")
@@ -131,11 +134,23 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
     def run(params: TensorDict, batch: Any, *, into: TensorDict | None = None, **kwargs: Any):
         sums: dict[str, Tensor] = {}
         buffers: dict[str, Any] = {} if into is None else named(into)
+        if unknown := buffers.keys() - named(params).keys():
+            raise ValueError(f"accumulate needs buffers of parameters, got {sorted(unknown)} in into")
+        in_flight: list[tuple[str, Tensor]] = []  # at most one
 
-        def add(name: str, grad: Tensor) -> None:
-            new = grad if on_grad is None else on_grad(name, grad)
-            if new is None:
-                return
+        def ready(name: str, grad: Tensor) -> None:
+            if on_grad is None:
+                return add(name, grad)
+            new = on_grad(name, grad)
+            land()  # the one before, now that this one's collective is on its way
+            if new is not None:
+                in_flight.append((name, new))
+
+        def land() -> None:
+            while in_flight:
+                add(*in_flight.pop())
+
+        def add(name: str, new: Tensor) -> None:
             if name in sums:
                 held(sums[name]).add_(held(new))
             elif name in buffers:
@@ -144,11 +159,16 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
             else:
                 sums[name] = at_least_float32(new)
 
-        total = None
+        total = spec = None
         for part in split_batch(batch, n_microbatches):
-            value, _ = grad_fn(params, part, on_grad=add, **kwargs)
-            total = value if total is None else _tree_add(total, value)
-        return total, nested({name: sums[name] for name in named(params) if name in sums})
+            value, _ = grad_fn(params, part, on_grad=ready, **kwargs)
+            land()
+            leaves, spec = summands("accumulate", value)
+            total = leaves if total is None else [x + y for x, y in zip(total, leaves, strict=True)]
+        assert total is not None and spec is not None  # there is a micro-batch
+        return tree_unflatten(total, spec), nested(
+            {name: sums[name] for name in named(params) if name in sums}
+        )
 
     return run
 
@@ -168,7 +188,8 @@ def data_parallel(grad_fn: Callable, *, mesh: DeviceMesh | None = None) -> Calla
     Returns
     -------
     callable
-        Of the shape of ``grad_fn``; gradients that were ``Partial`` on an axis are ``Replicate``. Collective.
+        Of the shape of ``grad_fn``; gradients that were ``Partial`` on an axis are ``Replicate``, and summed
+        and returned in float32 (float64 for float64), also those of bfloat16 parameters. Collective.
     """
     if mesh is None:
         return grad_fn
@@ -179,7 +200,8 @@ def data_parallel(grad_fn: Callable, *, mesh: DeviceMesh | None = None) -> Calla
                 f"data_parallel needs DTensor gradients on a mesh, got a plain one for {name}; "
                 "place the parameters with moekit.mesh.distribute or init_params(mesh=mesh)"
             )
-        return grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
+        summed = [Replicate() if p.is_partial() else p for p in grad.placements]
+        return at_least_float32(grad).redistribute(placements=summed)
 
     def run(params: TensorDict, *args: Any, **kwargs: Any):
         value, grads = grad_fn(params, *args, **kwargs)
@@ -275,8 +297,3 @@ def _strided_like(p: Tensor, grad: Tensor) -> Tensor:
         return grad
     laid_out = torch.empty_like(held(p), dtype=grad.dtype).copy_(held(grad))
     return on_mesh(laid_out, like=p, placements=grad.placements)
-
-
-def _tree_add(a: Any, b: Any) -> Any:
-    leaves_a, spec = tree_flatten(a)
-    return tree_unflatten([x + y for x, y in zip(leaves_a, tree_leaves(b), strict=True)], spec)

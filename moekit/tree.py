@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path
 
 
 def named(tree: TensorDict) -> dict[str, Tensor]:
@@ -58,3 +59,13 @@ def on_mesh(local: Tensor, *, like: Tensor, placements: Any = None) -> Tensor:
 def at_least_float32(x: Tensor) -> Tensor:
     """Convert a leaf; a DTensor's own ``.to`` may sum what is Partial."""
     return on_mesh(held(x).to(torch.promote_types(x.dtype, torch.float32)), like=x)
+
+
+def summands(who: str, tree: Any) -> tuple[list[Tensor], TreeSpec]:
+    """Flatten a tree, of any pytree, whose leaves are to be summed; raise for a leaf that is no tensor."""
+    leaves, spec = tree_flatten_with_path(tree)
+    if other := [f"{type(x).__name__} at {keystr(path)}" for path, x in leaves if not isinstance(x, Tensor)]:
+        raise TypeError(
+            f"{who} needs tensors, which it sums, got {', '.join(other)}; leave them out or make them tensors"
+        )
+    return [x for _, x in leaves], spec

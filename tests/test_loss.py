@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from reference import close, draw, refuses
 
-import moekit.losses as loss_module
 from moekit.losses import cross_entropy
 
 V, D = 7, 3
@@ -36,18 +35,17 @@ def with_gradients(fn, hidden, head, *rest, **options):
 
 @given(st.integers(0, 9), st.integers(1, 80), st.sampled_from([0.0, 0.25]), st.sampled_from([0.0, 0.3, 1.0]))
 def test_loss_and_gradients_are_those_of_the_whole_logits_for_any_chunk_and_mask(t, chunk, z_weight, masked):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_module, "CHUNK_ELEMENTS", chunk)
-        got = with_gradients(cross_entropy, *inputs(t, masked=masked), z_weight=z_weight)
+    options = dict(z_weight=z_weight, chunk_elements=chunk)
+    got = with_gradients(cross_entropy, *inputs(t, masked=masked), **options)
     close(got, with_gradients(plain, *inputs(t, masked=masked), z_weight=z_weight))
 
 
 @pytest.mark.parametrize("chunk", [1, 3 * V, 2**27])
-def test_derivatives_are_those_of_finite_differences(monkeypatch, chunk):
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", chunk)
+def test_derivatives_are_those_of_finite_differences(chunk):
+    options = dict(z_weight=0.25, chunk_elements=chunk)
     hidden, head, targets, weights = inputs(5)
     leaves = hidden.requires_grad_(), head.requires_grad_()
-    assert torch.autograd.gradcheck(lambda *a: cross_entropy(*a, targets, weights, z_weight=0.25)[0], leaves)
+    assert torch.autograd.gradcheck(lambda *a: cross_entropy(*a, targets, weights, **options)[0], leaves)
 
 
 def test_equal_weights_give_the_mean_that_torch_gives():
@@ -102,6 +100,25 @@ def test_shapes_that_do_not_fit_are_refused(unchecked, wrong):
     shapes = ", ".join(str(tuple(x.shape)) for x in given_.values())
     with refuses(f"hidden (t, d), head (d, v), targets (t,) and weights (t,), got {shapes}"):
         cross_entropy(**given_)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "head"), [("float16", "float16"), ("bfloat16", "float32"), ("float64", "float32")]
+)
+def test_dtypes_that_lose_gradients_or_differ_are_refused(hidden, head):
+    h, w, targets, weights = inputs(5)
+    message = f"one dtype, bfloat16, float32 or float64, got torch.{hidden} and torch.{head}"
+    with refuses(f"cross_entropy needs hidden and head of {message}"):
+        cross_entropy(h.to(getattr(torch, hidden)), w.to(getattr(torch, head)), targets, weights)
+
+
+@pytest.mark.parametrize("wrong", [-1, V, -100])
+def test_targets_that_are_no_token_are_refused(wrong):
+    hidden, head, targets, weights = inputs(5)
+    targets[2] = wrong
+    lowest, highest = targets.min(), targets.max()
+    with refuses(f"cross_entropy needs targets in [0, {V}), got {lowest} to {highest}; give tokens that"):
+        cross_entropy(hidden, head, targets, weights)
 
 
 MEMORY = """

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from reference import as_rank, draw, flat, refuses
+from reference import as_rank, draw, flat, refuses, small_config
 from tensordict import TensorDict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import moekit as mk
@@ -142,6 +143,36 @@ def test_a_process_alone_refuses_a_mesh_of_several_ranks(monkeypatch):
 def test_experts_that_ep_does_not_divide_are_named():
     with refuses("moe.experts.down needs the ep axis to divide its 6 experts, got ep=4", RuntimeError):
         as_rank(lambda mesh: mk.mesh.distribute(PARAMS, mesh), edp=2, ep=4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda mesh: mk.init_params(small_config(), mesh=mesh["ep"]),
+            "the placement of layers.1.moe.experts.gate_up needs a mesh with the axes edp and ep, "
+            "got axes ('ep',) of sizes (3,); pass the whole mesh that make_mesh returned",
+        ),
+        (
+            lambda _: mk.mesh.data_mesh(init_device_mesh("cpu", (2, 3), mesh_dim_names=("a", "b"))),
+            "data_mesh needs a mesh with the axes edp and ep, got axes ('a', 'b') of sizes (2, 3); pass",
+        ),
+        (
+            lambda _: mk.mesh.distribute(PARAMS, init_device_mesh("cpu", (2, 3))),
+            "data_mesh needs a mesh with the axes edp and ep, got axes () of sizes (2, 3); pass",
+        ),
+        (
+            lambda mesh: mk.mesh.distribute(mk.mesh.distribute(PARAMS, mesh), mesh),
+            "distribute needs plain tensors, got norm, which is (Replicate(),) on axes ('dp',) of",
+        ),
+    ],
+)
+def test_a_mesh_of_other_axes_and_leaves_that_have_a_place_are_refused(call, message):
+    def run(mesh):
+        with refuses(message):
+            call(mesh)
+
+    as_rank(run)
 
 
 def test_a_plain_gradient_on_a_mesh_is_refused():

@@ -99,6 +99,28 @@ def test_adamw_with_clip_mask_and_schedule_equals_torch():
     assert_trees_close(params, want, **CLOSE)
 
 
+def test_clipped_steps_in_float64_are_exact_to_float64():
+    params = random_tree(-1, torch.float64)
+    want = torch_adamw(params, 5, 0.3, lr=1e-2, betas=(0.9, 0.95), eps=1.0)  # eps: where the scale is seen
+    state = run(chain(clip_by_global_norm(0.3), adamw(1e-2, eps=1.0)), params, 5)
+    assert_trees_close(params, want, rtol=1e-13, atol=1e-14)
+    assert state["0", "norm"].dtype == torch.float32
+
+
+def test_leaves_of_two_dtypes_are_clipped_by_one_norm():
+    def tree(a, b):
+        return nested({"a": torch.tensor(a, dtype=torch.float64), "b": torch.tensor(b)})
+
+    params, grads = tree([1.0, 2.0], [3.0, 4.0]), tree([2.0, 4.0], [4.0, 8.0])
+    optimizer = chain(clip_by_global_norm(1.0), adamw(1e-2, b1=0.0, b2=0.0, eps=0.0))
+    state = optimizer.init(params)
+    optimizer.update(grads, state, params)
+    scaled, scale = state["1", "exp_avg"], 1 / (10 + 1e-6)
+    want = tree([2 * scale, 4 * scale], [4 * scale, 8 * scale])
+    torch.testing.assert_close(scaled["a"], want["a"], rtol=1e-14, atol=0)
+    torch.testing.assert_close(scaled["b"], want["b"], rtol=2e-7, atol=0)
+
+
 def test_update_works_in_place_and_returns_its_arguments():
     params = random_tree(-1)
     before = {name: p.data_ptr() for name, p in named(params).items()}
@@ -346,3 +368,32 @@ def test_the_state_of_another_optimizer_is_refused():
     other = adamw(1e-2).init(params)
     with pytest.raises(ValueError, match="needs the state of its 2 links"):
         chain(clip_by_global_norm(1.0), adamw(1e-2)).update(random_tree(0), other, params)
+
+
+def not_in_place():
+    """Return an optimizer that makes new parameters."""
+    return Optimizer(
+        lambda params: TensorDict({}), lambda grads, state, params: (params.apply(lambda p: p - 1), state)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: shard_optimizer(clip_by_global_norm(1.0)),
+            "ends in one that returns parameters, got .*Sca",
+        ),
+        (lambda: shard_optimizer(not_in_place()), "shard_optimizer needs an optimizer that updates in place"),
+        (lambda: chain(clip_by_global_norm(1.0)), "got another Scaled from link 0 of 0..0"),
+        (lambda: chain(adamw(1e-2), clip_by_global_norm(1.0)), "got the parameters from link 0 of 0..1"),
+        (
+            lambda: chain(clip_by_global_norm(1.0), not_in_place()),
+            "got another TensorDict from link 1 of 0..1",
+        ),
+    ],
+)
+def test_an_optimizer_that_would_not_train_is_refused(make, message):
+    optimizer, params = make(), random_tree(-1)
+    with pytest.raises(TypeError, match=message):
+        optimizer.update(random_tree(0), optimizer.init(params), params)

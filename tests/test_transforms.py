@@ -2,10 +2,13 @@ import weakref
 
 import pytest
 import torch
-from reference import close, draw, flat, named_grads, packed_batch, refuses, small_config
+from reference import as_rank, close, draw, flat, named_grads, packed_batch, refuses, small_config
 from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moekit as mk
+from moekit.tree import map_named
 
 
 def tree(dtype=torch.float64, requires_grad=False):
@@ -229,6 +232,25 @@ def test_buffers_that_would_lose_the_sum_are_refused(buffer, message):
         mk.accumulate(run, 2)(tree(torch.bfloat16), X.bfloat16(), into=TensorDict({"a": buffer}))
 
 
+def test_buffers_of_no_parameter_are_named_and_refused():
+    buffers = TensorDict({"a": torch.empty(3, dtype=torch.float64), "in": {"d": torch.empty(2)}})
+    with refuses("accumulate needs buffers of parameters, got ['in.d'] in into"):
+        mk.accumulate(run, 2)(tree(), X, into=buffers)
+
+
+@pytest.mark.parametrize(
+    ("aux", "message"),
+    [
+        ({"tag": "a"}, "accumulate needs tensors, which it sums, got str at [1]['tag']; leave"),
+        ({"n": X, "of": [None, 3]}, "got NoneType at [1]['of'][0], int at [1]['of'][1]"),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_aux_that_cannot_be_summed_over_micro_batches_is_named_and_refused(aux, message, n):
+    with refuses(message, TypeError):
+        mk.accumulate(mk.value_and_grad(lambda p, x: (loss_of(p, x), aux), has_aux=True), n)(tree(), X)
+
+
 def test_on_grad_maps_each_micro_batchs_gradient_before_it_is_added_and_may_leave_it_out():
     calls = []
 
@@ -248,6 +270,29 @@ def test_batches_that_do_not_divide_and_numbers_below_one_are_refused():
         mk.accumulate(run, 0)
 
 
+def test_a_gradient_is_reduced_while_backward_makes_the_next_one():
+    class Collectives(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if any(issubclass(t, DTensor) for t in types):
+                return NotImplemented  # it unwraps itself, then we see what it calls
+            if func.namespace == "_c10d_functional":
+                calls.append(func._schema.name.removeprefix("_c10d_functional::"))
+            return func(*args, **(kwargs or {}))
+
+    calls = []
+
+    def order(mesh):
+        params = mk.mesh.distribute(tree(), mesh)
+        optimizer = mk.shard_optimizer(mk.adamw(1e-3), reduce="micro_batch", mesh=mesh)
+        loss = mk.value_and_grad(lambda p, x: loss_of(map_named(lambda _, leaf: mk.local(leaf), p), x))
+        with Collectives():
+            mk.accumulate(loss, 2, on_grad=optimizer.on_grad)(params, X)
+        return calls
+
+    reduce, wait = "reduce_scatter_tensor", "wait_tensor"
+    assert as_rank(order) == [reduce, reduce, wait, reduce, wait, wait] * 2
+
+
 # --- One process ----------------------------------------------------------------------
 
 
@@ -255,6 +300,16 @@ def test_without_a_mesh_nothing_is_summed_over_ranks():
     assert mk.data_parallel(run, mesh=None) is run
     aux = {"x": X}
     assert mk.mesh.sum_over_ranks(aux, mesh=None) is aux
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_what_cannot_be_summed_over_ranks_is_named_and_refused(on_mesh):
+    def total(mesh):
+        mk.mesh.sum_over_ranks({"loss": X, "of": (3, "a")}, mesh=mesh)
+
+    message = "sum_over_ranks needs tensors, which it sums, got int at ['of'][0], str at ['of'][1]"
+    with refuses(message, RuntimeError if on_mesh else TypeError):
+        as_rank(total) if on_mesh else total(None)
 
 
 # --- remat ----------------------------------------------------------------------------

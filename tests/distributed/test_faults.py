@@ -349,6 +349,21 @@ def test_gradients_say_what_is_still_to_be_summed_and_data_parallel_sums_it():
     assert ranks(4)(run, 1, 4) == [(10, [10, 10], [r + 1]) for r in range(4)]
 
 
+def test_data_parallel_sums_bfloat16_gradients_in_float32():
+    def run():
+        mesh, r = cpu_mesh(2, 2), dist.get_rank()
+        params = mk.mesh.distribute(weights().bfloat16(), mesh)
+        grad_fn = mk.value_and_grad(
+            lambda p, x: mk.local(p["w"]).sum() * x + mk.local(p["experts", "w"]).sum()
+        )
+        x = torch.tensor([256.0, 1.0, 1.0, 1.0], dtype=torch.bfloat16)[r]  # 257 has no place in bfloat16
+        _, grads = mk.data_parallel(grad_fn, mesh=mesh)(params, x)
+        assert {g.dtype for g in named(grads).values()} == {torch.float32}
+        return grads["w"].to_local().tolist()
+
+    assert ranks(4)(run) == [[259, 259]] * 4
+
+
 def test_buffers_are_used_again_and_summed_gradients_are_refused_as_buffers():
     def run():
         mesh, r = cpu_mesh(2, 1), dist.get_rank()

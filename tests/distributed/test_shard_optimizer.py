@@ -496,6 +496,7 @@ def wrong_calls():
         "mesh, got (Partial(avg),)": lambda: shards.on_grad(
             "w", placed(torch.ones(4, 3), dp, Partial("avg"))
         ),
+        "pass on_grad=optimizer.on_grad to accumulate": lambda: update(grads(), optimizer=shards),
         "a plain tensor for y": lambda: shards.on_grad("y", torch.ones(2)),
     }
 
