@@ -17,6 +17,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 FORMAT, VERSION, MANIFEST = "moekit checkpoint", 1, "manifest.json"
-_INDEX, _PARTIAL = ".metadata", ".partial-"  # the index is DCP's
+_INDEX, _PARTIAL, _DAMAGED = ".metadata", ".partial-", ".damaged"  # the index is DCP's
 Tree = Mapping | TensorDictBase
 Leaves = dict[str, dict[str, Any]]  # by name: shape and dtype of a tensor, or the JSON text of a value
 
@@ -200,29 +201,11 @@ def latest(folder: str | os.PathLike, *, mesh: DeviceMesh | None = None) -> Path
     """Return the newest complete checkpoint in the folder of a run, None where there is none.
 
     The newest has the largest last number in its name (``step-000100``). One that has lost files is passed
-    over with a warning; what files contain is left to `load`. Collective over all ranks of ``mesh``, as in
-    `save`: rank 0 looks. Raises ValueError when ``folder`` is itself a checkpoint; it need not exist.
+    over with a warning; what files contain is left to `load`. Only reads. Collective over all ranks of
+    ``mesh``, as in `save`: rank 0 looks. Raises ValueError when ``folder`` is itself a checkpoint, or the
+    newest is of a newer format; ``folder`` need not exist.
     """
-    folder = Path(os.path.abspath(folder))
-
-    def newest(_):
-        if (folder / MANIFEST).exists():
-            raise ValueError(
-                f"latest needs the folder of a run, but {folder} is a checkpoint; pass its parent"
-            )
-        found = []
-        for child in folder.glob("[!.]*"):
-            if any((child / name).exists() for name in (MANIFEST, _INDEX)):
-                found += [(int(number), child) for number in re.findall(r"\d+", child.name)[-1:]]
-        for _, child in sorted(found, reverse=True):
-            try:
-                read_manifest(child)
-                return child
-            except ValueError as error:
-                warnings.warn(f"latest passes over a checkpoint: {error}", stacklevel=4)
-        return None
-
-    return _agree(mesh, lambda: None, newest)
+    return _agree(mesh, lambda: None, lambda _: _look(folder))[0]
 
 
 def resume(
@@ -235,7 +218,8 @@ def resume(
 ) -> Tree | None:
     """Load the newest checkpoint of a run into ``tree``, or say that the run has none.
 
-    Collective over all ranks of ``mesh``. Arguments as for `load`.
+    Damaged ones that `latest` passes over are then renamed (``step-000400.damaged``), with a warning, so that
+    the run can save those steps again. Collective over all ranks of ``mesh``. Arguments as for `load`.
 
     Parameters
     ----------
@@ -251,15 +235,52 @@ def resume(
     Raises
     ------
     ValueError
-        A checkpoint is there and not ``wanted``: the run would train, and then be refused its first save. And
-        as `load`.
+        A checkpoint is there, even a damaged one, and not ``wanted``: the run would train, and then be
+        refused its first save. And as `load`.
     """
-    newest = latest(folder, mesh=mesh)
-    if newest is None:
-        return None
-    if not wanted:
-        raise ValueError(f"{folder} holds {newest.name}; continue it (--resume), or choose another folder")
-    return load(newest, tree, config=config, mesh=mesh)
+    newest, damaged = _agree(mesh, lambda: None, lambda _: _look(folder))
+    if there := [path.name for path in (newest, *damaged) if path][:1]:
+        if not wanted:
+            raise ValueError(f"{folder} holds {there[0]}; continue it (--resume), or choose another folder")
+    loaded = None if newest is None else load(newest, tree, config=config, mesh=mesh)
+
+    def set_aside(_):
+        for path in damaged:
+            names = (path.with_name(f"{path.name}{_DAMAGED}{f'-{i}' if i else ''}") for i in count())
+            aside = next(name for name in names if not os.path.lexists(name))
+            os.rename(path, aside)
+            warnings.warn(f"resume has renamed the damaged {path} to {aside.name}", stacklevel=4)
+
+    _agree(mesh, lambda: None, set_aside)
+    return loaded
+
+
+class _Damage(ValueError):
+    """What is there is no whole checkpoint."""
+
+
+def _look(folder: str | os.PathLike) -> tuple[Path | None, list[Path]]:
+    """Return the newest complete checkpoint of a run, and the damaged ones that are newer."""
+    folder = Path(os.path.abspath(folder))
+    if (folder / MANIFEST).exists():
+        raise ValueError(f"latest needs the folder of a run, but {folder} is a checkpoint; pass its parent")
+    found, damaged = [], []
+    for name in os.listdir(folder) if os.path.lexists(folder) else ():  # it raises where glob finds nothing
+        if not name.startswith(".") and _DAMAGED not in name and _has_parts(folder / name):
+            found += [(int(number), folder / name) for number in re.findall(r"\d+", name)[-1:]]
+    for _, path in sorted(found, reverse=True):
+        try:
+            read_manifest(path)
+            return path, damaged
+        except _Damage as error:
+            damaged.append(path)
+            warnings.warn(f"latest passes over a checkpoint: {error}", stacklevel=5)
+    return None, damaged
+
+
+def _has_parts(path: Path) -> bool:
+    """Return whether a folder looks like a checkpoint, be it a damaged one."""
+    return any((path / name).exists() for name in (MANIFEST, _INDEX)) or any(path.glob("*.distcp"))
 
 
 def read_manifest(path: str | os.PathLike) -> dict[str, Any]:
@@ -271,25 +292,27 @@ def read_manifest(path: str | os.PathLike) -> dict[str, Any]:
     path = Path(path)
     try:
         text = (path / MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ValueError(f"{path} is no checkpoint: it has no {MANIFEST}") from error
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise _Damage(f"{path} is no checkpoint: it has no {MANIFEST}") from error
     try:
         manifest = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {MANIFEST} is no JSON, {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise _Damage(f"{path} is damaged: {MANIFEST} is no JSON, {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} is no checkpoint: its {MANIFEST} does not say {FORMAT!r}")
+        raise _Damage(f"{path} is no checkpoint: its {MANIFEST} does not say {FORMAT!r}")
     if (version := manifest.get("version")) != VERSION:
         raise ValueError(
             f"{path} has format version {version!r}, this moekit reads {VERSION}; use a newer one"
         )
     if text != _dump(manifest):
-        raise ValueError(f"{path} is damaged: the content of {MANIFEST} has changed")
+        raise _Damage(f"{path} is damaged: the content of {MANIFEST} has changed")
     for name, measure in manifest["files"].items():
+        if Path(name).name != name:
+            raise _Damage(f"{path} is damaged: its {MANIFEST} names {name!r}, no file of this folder")
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != measure["bytes"]:
             state = "missing" if size is None else f"of {size} bytes instead of {measure['bytes']}"
-            raise ValueError(f"{path} is damaged: {name} is {state}")
+            raise _Damage(f"{path} is damaged: {name} is {state}")
     return manifest
 
 

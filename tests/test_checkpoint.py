@@ -18,7 +18,7 @@ from kill import in_save, kill_tree, kill_when
 from tensordict import TensorDict
 
 from moekit import checkpoint
-from moekit.checkpoint import latest, load, read_manifest, save
+from moekit.checkpoint import latest, load, read_manifest, resume, save
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,6 +351,61 @@ def test_latest_passes_over_what_is_incomplete_with_a_warning(saved, tmp_path, n
     (tmp_path / "step-000018" / name).unlink()
     with pytest.warns(UserWarning, match=f"step-000018 .*{name}"):
         assert latest(tmp_path) == saved
+
+
+def lose(path, name):
+    """Damage a checkpoint: ``name`` is lost, or all but it."""
+    for file in path.iterdir():
+        if (file.name == name) != name.startswith("__"):
+            file.unlink()
+
+
+@pytest.mark.parametrize("name", [".metadata", "manifest.json", "__0_0.distcp"])
+def test_a_run_continues_past_a_damaged_checkpoint(tmp_path, name):
+    for step in (200, 400):
+        save(tmp_path / f"step-{step:06d}", {"w": torch.full((2,), step), "step": step})
+    lose(tmp_path / "step-000400", name)
+    left = files_of(tmp_path / "step-000400")
+    tree = {"w": torch.zeros(2, dtype=torch.int64), "step": None}
+    for n, aside in enumerate(["step-000400.damaged", "step-000400.damaged-1"]):
+        with pytest.warns(UserWarning, match="passes over a checkpoint: .*step-000400"):
+            assert latest(tmp_path) == tmp_path / "step-000200"  # and only looks
+        assert len(files_of(tmp_path)) == 2 + n
+        with pytest.warns(UserWarning, match=f"renamed the damaged .*step-000400 to {aside}$"):
+            assert resume(tmp_path, tree, wanted=True)["step"] == 200
+        assert files_of(tmp_path / aside) == left
+        save(tmp_path / "step-000400", {"w": torch.full((2,), 400), "step": 400})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert resume(tmp_path, tree, wanted=True)["step"] == 400
+        lose(tmp_path / "step-000400", name)
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_starts_again_when_it_is_wanted(saved, tmp_path):
+    (saved / ".metadata").unlink()
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="holds step-000017; continue it"):
+        resume(tmp_path, state(fill=0), wanted=False)
+    assert files_of(tmp_path) == ["step-000017"]
+    with pytest.warns(UserWarning, match="to step-000017.damaged"):
+        assert resume(tmp_path, state(fill=0), wanted=True) is None
+    save(saved, state())
+
+
+def test_what_is_refused_moves_no_damaged_checkpoint(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "step-000018")
+    (tmp_path / "step-000018" / ".metadata").unlink()
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="another model"):
+        resume(tmp_path, state(fill=0), wanted=True, config={"d": 1})
+    assert files_of(tmp_path) == ["step-000017", "step-000018"]
+
+
+def test_a_checkpoint_of_a_newer_format_is_not_passed_over(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "step-000018")
+    manifest = tmp_path / "step-000018" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_bytes()), "version": 2}))
+    with pytest.raises(ValueError, match=r"step-000018 has format version 2.* use a newer one"):
+        resume(tmp_path, state(fill=0), wanted=True)
+    assert files_of(tmp_path) == ["step-000017", "step-000018"]
 
 
 def kill_saves(folder: Path, ranks: int, n_kills: int) -> int:
