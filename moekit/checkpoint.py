@@ -16,7 +16,7 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,8 @@ def save(path: str | os.PathLike, tree: Tree, *, config: Any = None, mesh: Devic
     Raises
     ------
     ValueError
-        ``path`` exists, or ``tree`` holds what a checkpoint cannot: on every rank, before a file is made.
+        ``path`` exists, or ``tree`` holds what a checkpoint cannot: on every rank, before a file is made. Or
+        another save has made ``path`` meanwhile: that one is kept.
     OSError
         Some rank could not write: on every rank, with nothing at ``path``.
     """
@@ -77,13 +78,18 @@ def save(path: str | os.PathLike, tree: Tree, *, config: Any = None, mesh: Devic
             for n, leaf in leaves.items()
             if "shape" in leaf
         }
-        _sweep(path.parent)
         partial = path.with_name(f".{path.name}{_PARTIAL}{secrets.token_hex(4)}")
-        partial.mkdir(parents=True)
-        undo.callback(shutil.rmtree, partial, ignore_errors=True)
-        lock = undo.enter_context(open(partial / MANIFEST, "xb"))
-        with suppress(OSError):  # a file system without locks: nobody can sweep there either
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(path.parent):  # no other save sweeps before this one holds the lock on its manifest
+                _sweep(path.parent)
+                partial.mkdir()
+                undo.callback(shutil.rmtree, partial, ignore_errors=True)
+                lock = undo.enter_context(open(partial / MANIFEST, "xb"))
+                with suppress(OSError):  # a file system without locks: nobody can sweep there either
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OSError(f"save needs a folder that it can write to, but {path.parent}: {error}") from error
         return partial
 
     def publish(found):
@@ -93,7 +99,12 @@ def save(path: str | os.PathLike, tree: Tree, *, config: Any = None, mesh: Devic
             file.flush()
             os.fsync(file.fileno())
         _sync(partial)
-        os.rename(partial, path)
+        try:
+            os.rename(partial, path)
+        except OSError as error:
+            if os.path.lexists(path):
+                raise ValueError(f"save needs a new folder, but another has made {path} meanwhile") from error
+            raise
         _sync(path.parent)
 
     with ExitStack() as undo:
@@ -306,12 +317,16 @@ def read_manifest(path: str | os.PathLike) -> dict[str, Any]:
         )
     if text != _dump(manifest):
         raise _Damage(f"{path} is damaged: the content of {MANIFEST} has changed")
+    parts = [manifest.get(part) for part in ("values", "tensors", "files")]
+    leaves = [leaf for part in parts[1:] if isinstance(part, dict) for leaf in part.values()]
+    if "config" not in manifest or not all(isinstance(part, dict) for part in parts + leaves):
+        raise _Damage(f"{path} is damaged: {MANIFEST} lacks parts")
     for name, measure in manifest["files"].items():
         if Path(name).name != name:
             raise _Damage(f"{path} is damaged: its {MANIFEST} names {name!r}, no file of this folder")
         size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size != measure["bytes"]:
-            state = "missing" if size is None else f"of {size} bytes instead of {measure['bytes']}"
+        if size is None or size != measure.get("bytes"):
+            state = "missing" if size is None else f"of {size} bytes instead of {measure.get('bytes')}"
             raise _Damage(f"{path} is damaged: {name} is {state}")
     return manifest
 
@@ -515,6 +530,18 @@ def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock on a folder, once no other process does, where the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(descriptor)
 
