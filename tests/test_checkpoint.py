@@ -397,7 +397,7 @@ def test_a_path_that_is_made_during_a_save_is_kept(tmp_path, monkeypatch):
 
     save_too.__name__ = "save"
     monkeypatch.setattr(checkpoint.dcp, "save", save_too)
-    with pytest.raises(ValueError, match="save needs a new folder, but another has made .*a meanwhile"):
+    with pytest.raises(ValueError, match=r"save needs a new folder, but another has made .*a meanwhile"):
         save(tmp_path / "a", {"w": torch.zeros(2)})
     assert load(tmp_path / "a", {"w": torch.zeros(2)})["w"].eq(1).all() and files_of(tmp_path) == ["a"]
 
