@@ -16,7 +16,8 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 FORMAT, VERSION, MANIFEST = "moekit checkpoint", 1, "manifest.json"
-_INDEX, _PARTIAL = ".metadata", ".partial-"  # the index is DCP's
+_INDEX, _PARTIAL, _DAMAGED = ".metadata", ".partial-", ".damaged"  # the index is DCP's
 Tree = Mapping | TensorDictBase
 Leaves = dict[str, dict[str, Any]]  # by name: shape and dtype of a tensor, or the JSON text of a value
 
@@ -58,7 +59,8 @@ def save(path: str | os.PathLike, tree: Tree, *, config: Any = None, mesh: Devic
     Raises
     ------
     ValueError
-        ``path`` exists, or ``tree`` holds what a checkpoint cannot: on every rank, before a file is made.
+        ``path`` exists, or ``tree`` holds what a checkpoint cannot: on every rank, before a file is made. Or
+        another save has made ``path`` meanwhile: that one is kept.
     OSError
         Some rank could not write: on every rank, with nothing at ``path``.
     """
@@ -76,13 +78,18 @@ def save(path: str | os.PathLike, tree: Tree, *, config: Any = None, mesh: Devic
             for n, leaf in leaves.items()
             if "shape" in leaf
         }
-        _sweep(path.parent)
         partial = path.with_name(f".{path.name}{_PARTIAL}{secrets.token_hex(4)}")
-        partial.mkdir(parents=True)
-        undo.callback(shutil.rmtree, partial, ignore_errors=True)
-        lock = undo.enter_context(open(partial / MANIFEST, "xb"))
-        with suppress(OSError):  # a file system without locks: nobody can sweep there either
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(path.parent):  # no other save sweeps before this one holds the lock on its manifest
+                _sweep(path.parent)
+                partial.mkdir()
+                undo.callback(shutil.rmtree, partial, ignore_errors=True)
+                lock = undo.enter_context(open(partial / MANIFEST, "xb"))
+                with suppress(OSError):  # a file system without locks: nobody can sweep there either
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OSError(f"save needs a folder that it can write to, but {path.parent}: {error}") from error
         return partial
 
     def publish(found):
@@ -92,7 +99,12 @@ def save(path: str | os.PathLike, tree: Tree, *, config: Any = None, mesh: Devic
             file.flush()
             os.fsync(file.fileno())
         _sync(partial)
-        os.rename(partial, path)
+        try:
+            os.rename(partial, path)
+        except OSError as error:
+            if os.path.lexists(path):
+                raise ValueError(f"save needs a new folder, but another has made {path} meanwhile") from error
+            raise
         _sync(path.parent)
 
     with ExitStack() as undo:
@@ -200,29 +212,11 @@ def latest(folder: str | os.PathLike, *, mesh: DeviceMesh | None = None) -> Path
     """Return the newest complete checkpoint in the folder of a run, None where there is none.
 
     The newest has the largest last number in its name (``step-000100``). One that has lost files is passed
-    over with a warning; what files contain is left to `load`. Collective over all ranks of ``mesh``, as in
-    `save`: rank 0 looks. Raises ValueError when ``folder`` is itself a checkpoint; it need not exist.
+    over with a warning; what files contain is left to `load`. Only reads. Collective over all ranks of
+    ``mesh``, as in `save`: rank 0 looks. Raises ValueError when ``folder`` is itself a checkpoint, or the
+    newest is of a newer format; ``folder`` need not exist.
     """
-    folder = Path(os.path.abspath(folder))
-
-    def newest(_):
-        if (folder / MANIFEST).exists():
-            raise ValueError(
-                f"latest needs the folder of a run, but {folder} is a checkpoint; pass its parent"
-            )
-        found = []
-        for child in folder.glob("[!.]*"):
-            if any((child / name).exists() for name in (MANIFEST, _INDEX)):
-                found += [(int(number), child) for number in re.findall(r"\d+", child.name)[-1:]]
-        for _, child in sorted(found, reverse=True):
-            try:
-                read_manifest(child)
-                return child
-            except ValueError as error:
-                warnings.warn(f"latest passes over a checkpoint: {error}", stacklevel=4)
-        return None
-
-    return _agree(mesh, lambda: None, newest)
+    return _agree(mesh, lambda: None, lambda _: _look(folder))[0]
 
 
 def resume(
@@ -235,7 +229,8 @@ def resume(
 ) -> Tree | None:
     """Load the newest checkpoint of a run into ``tree``, or say that the run has none.
 
-    Collective over all ranks of ``mesh``. Arguments as for `load`.
+    Damaged ones that `latest` passes over are then renamed (``step-000400.damaged``), with a warning, so that
+    the run can save those steps again. Collective over all ranks of ``mesh``. Arguments as for `load`.
 
     Parameters
     ----------
@@ -251,15 +246,52 @@ def resume(
     Raises
     ------
     ValueError
-        A checkpoint is there and not ``wanted``: the run would train, and then be refused its first save. And
-        as `load`.
+        A checkpoint is there, even a damaged one, and not ``wanted``: the run would train, and then be
+        refused its first save. And as `load`.
     """
-    newest = latest(folder, mesh=mesh)
-    if newest is None:
-        return None
-    if not wanted:
-        raise ValueError(f"{folder} holds {newest.name}; continue it (--resume), or choose another folder")
-    return load(newest, tree, config=config, mesh=mesh)
+    newest, damaged = _agree(mesh, lambda: None, lambda _: _look(folder))
+    if there := [path.name for path in (newest, *damaged) if path][:1]:
+        if not wanted:
+            raise ValueError(f"{folder} holds {there[0]}; continue it (--resume), or choose another folder")
+    loaded = None if newest is None else load(newest, tree, config=config, mesh=mesh)
+
+    def set_aside(_):
+        for path in damaged:
+            names = (path.with_name(f"{path.name}{_DAMAGED}{f'-{i}' if i else ''}") for i in count())
+            aside = next(name for name in names if not os.path.lexists(name))
+            os.rename(path, aside)
+            warnings.warn(f"resume has renamed the damaged {path} to {aside.name}", stacklevel=4)
+
+    _agree(mesh, lambda: None, set_aside)
+    return loaded
+
+
+class _Damage(ValueError):
+    """What is there is no whole checkpoint."""
+
+
+def _look(folder: str | os.PathLike) -> tuple[Path | None, list[Path]]:
+    """Return the newest complete checkpoint of a run, and the damaged ones that are newer."""
+    folder = Path(os.path.abspath(folder))
+    if (folder / MANIFEST).exists():
+        raise ValueError(f"latest needs the folder of a run, but {folder} is a checkpoint; pass its parent")
+    found, damaged = [], []
+    for name in os.listdir(folder) if os.path.lexists(folder) else ():  # it raises where glob finds nothing
+        if not name.startswith(".") and _DAMAGED not in name and _has_parts(folder / name):
+            found += [(int(number), folder / name) for number in re.findall(r"\d+", name)[-1:]]
+    for _, path in sorted(found, reverse=True):
+        try:
+            read_manifest(path)
+            return path, damaged
+        except _Damage as error:
+            damaged.append(path)
+            warnings.warn(f"latest passes over a checkpoint: {error}", stacklevel=5)
+    return None, damaged
+
+
+def _has_parts(path: Path) -> bool:
+    """Return whether a folder looks like a checkpoint, be it a damaged one."""
+    return any((path / name).exists() for name in (MANIFEST, _INDEX)) or any(path.glob("*.distcp"))
 
 
 def read_manifest(path: str | os.PathLike) -> dict[str, Any]:
@@ -271,25 +303,31 @@ def read_manifest(path: str | os.PathLike) -> dict[str, Any]:
     path = Path(path)
     try:
         text = (path / MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ValueError(f"{path} is no checkpoint: it has no {MANIFEST}") from error
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise _Damage(f"{path} is no checkpoint: it has no {MANIFEST}") from error
     try:
         manifest = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {MANIFEST} is no JSON, {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise _Damage(f"{path} is damaged: {MANIFEST} is no JSON, {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} is no checkpoint: its {MANIFEST} does not say {FORMAT!r}")
+        raise _Damage(f"{path} is no checkpoint: its {MANIFEST} does not say {FORMAT!r}")
     if (version := manifest.get("version")) != VERSION:
         raise ValueError(
             f"{path} has format version {version!r}, this moekit reads {VERSION}; use a newer one"
         )
     if text != _dump(manifest):
-        raise ValueError(f"{path} is damaged: the content of {MANIFEST} has changed")
+        raise _Damage(f"{path} is damaged: the content of {MANIFEST} has changed")
+    parts = [manifest.get(part) for part in ("values", "tensors", "files")]
+    leaves = [leaf for part in parts[1:] if isinstance(part, dict) for leaf in part.values()]
+    if "config" not in manifest or not all(isinstance(part, dict) for part in parts + leaves):
+        raise _Damage(f"{path} is damaged: {MANIFEST} lacks parts")
     for name, measure in manifest["files"].items():
+        if Path(name).name != name:
+            raise _Damage(f"{path} is damaged: its {MANIFEST} names {name!r}, no file of this folder")
         size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size != measure["bytes"]:
-            state = "missing" if size is None else f"of {size} bytes instead of {measure['bytes']}"
-            raise ValueError(f"{path} is damaged: {name} is {state}")
+        if size is None or size != measure.get("bytes"):
+            state = "missing" if size is None else f"of {size} bytes instead of {measure.get('bytes')}"
+            raise _Damage(f"{path} is damaged: {name} is {state}")
     return manifest
 
 
@@ -492,6 +530,18 @@ def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock on a folder, once no other process does, where the file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(descriptor)
 

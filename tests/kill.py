@@ -82,3 +82,21 @@ def in_save(folder: Path, nth: int, seconds: float) -> Callable[[], bool]:
         return len(begun) >= nth and time.monotonic() - begun[nth - 1] >= seconds
 
     return moment
+
+
+def after_lines(file: Path, nth: int, seconds: float) -> Callable[[], bool]:
+    """Return the moment ``seconds`` after the ``nth`` line that is added to ``file`` from now on."""
+    before = n_lines(file)
+    begun: list[float] = []
+
+    def moment() -> bool:
+        if not begun and n_lines(file) >= before + nth:
+            begun.append(time.monotonic())
+        return bool(begun) and time.monotonic() - begun[0] >= seconds
+
+    return moment
+
+
+def n_lines(file: Path) -> int:
+    """Return the number of lines of a file that need not exist."""
+    return file.read_bytes().count(b"\n") if file.exists() else 0

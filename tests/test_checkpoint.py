@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from kill import in_save, kill_tree, kill_when
 from tensordict import TensorDict
 
 from moekit import checkpoint
-from moekit.checkpoint import latest, load, read_manifest, save
+from moekit.checkpoint import latest, load, read_manifest, resume, save
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +247,41 @@ def test_a_flip_of_any_byte_of_the_manifest_is_seen(tmp_path):
             read_manifest(tmp_path / "a")
 
 
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "a/b", "..", "."])
+def test_a_manifest_that_names_files_elsewhere_is_refused(saved, name):
+    (saved.parent / "secret").write_text("1234")
+    manifest = read_manifest(saved)
+    path = saved / name
+    n_bytes = path.stat().st_size if path.exists() else 4
+    manifest["files"] = {**manifest["files"], name: {"bytes": n_bytes, "crc32": 0}}
+    (saved / "manifest.json").write_bytes(checkpoint._dump(manifest))
+    match = f"damaged: its manifest.json names '{name}', no file of this folder|damaged: {name} is missing"
+    refused(match, saved, state(fill=0))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"[" * 100_000, b"", b"\xff\xfe", b"[]", b"null"),
+        *(
+            b'{"format": "moekit checkpoint", "version": 1}',
+            checkpoint._dump({"format": "moekit checkpoint"}),
+        ),
+        checkpoint._dump({"format": "moekit checkpoint", "version": 1}),
+        checkpoint._dump({"format": "moekit checkpoint", "version": 1, "files": {"a": 3}}),
+    ],
+)
+def test_any_other_manifest_is_refused(saved, text):
+    (saved / "manifest.json").write_bytes(text)
+    refused("damaged|no checkpoint|format version", saved, state(fill=0))
+
+
+def test_a_folder_in_the_place_of_a_manifest_is_no_checkpoint(saved):
+    (saved / "manifest.json").unlink()
+    (saved / "manifest.json").mkdir()
+    refused("is no checkpoint", saved, state(fill=0))
+
+
 @pytest.mark.parametrize(
     ("leaf", "match"),
     [
@@ -329,6 +365,85 @@ def test_a_save_holds_its_lock_to_the_end(tmp_path, monkeypatch):
     assert len(seen) == 1 and same(load(tmp_path / "a", state(fill=0)), state())
 
 
+def test_of_two_saves_at_once_into_one_path_one_is_kept_and_the_other_refused(tmp_path):
+    start, outcomes = threading.Barrier(2), []
+
+    def attempt(fill):
+        start.wait()
+        try:
+            outcomes.append(save(tmp_path / "a", {"w": torch.full((1000,), fill)}) or fill)
+        except ValueError as error:
+            outcomes.append(str(error))
+
+    for _ in range(20):
+        threads = [threading.Thread(target=attempt, args=(fill,)) for fill in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        fill, error = sorted(outcomes, key=str)
+        assert error.startswith("save needs a new folder") and len(outcomes) == 2
+        assert load(tmp_path / "a", {"w": torch.zeros(1000, dtype=torch.int64)})["w"].eq(fill).all()
+        assert files_of(tmp_path) == ["a"]
+        shutil.rmtree(tmp_path / "a")
+        outcomes.clear()
+
+
+def test_a_path_that_is_made_during_a_save_is_kept(tmp_path, monkeypatch):
+    def save_too(*args, **options):
+        monkeypatch.undo()
+        save(tmp_path / "a", {"w": torch.ones(2)})
+        return checkpoint.dcp.save(*args, **options)
+
+    save_too.__name__ = "save"
+    monkeypatch.setattr(checkpoint.dcp, "save", save_too)
+    with pytest.raises(ValueError, match=r"save needs a new folder, but another has made .*a meanwhile"):
+        save(tmp_path / "a", {"w": torch.zeros(2)})
+    assert load(tmp_path / "a", {"w": torch.zeros(2)})["w"].eq(1).all() and files_of(tmp_path) == ["a"]
+
+
+def test_a_save_that_starts_is_not_swept_away_by_another(tmp_path, monkeypatch):
+    makes, others = Path.mkdir, []
+
+    def make(path, *args, **options):
+        makes(path, *args, **options)
+        if ".partial-" in path.name and not others:  # not locked yet
+            others.append(threading.Thread(target=save, args=(tmp_path / "b", {"w": torch.ones(2)})))
+            others[0].start()
+            others[0].join(0.3)
+
+    monkeypatch.setattr(Path, "mkdir", make)
+    save(tmp_path / "a", {"w": torch.zeros(2)})
+    others[0].join()
+    assert files_of(tmp_path) == ["a", "b"]
+
+
+@pytest.fixture
+def as_nobody(tmp_path):
+    """Run without root's rights, where it is root that runs the tests."""
+    before = os.geteuid()
+    if before == 0:
+        os.chmod(tmp_path, 0o755)
+        os.seteuid(65534)
+    yield
+    os.seteuid(before)
+
+
+def test_a_folder_that_cannot_be_written_or_read_is_said(saved, tmp_path, as_nobody):
+    user = os.geteuid()
+    os.seteuid(os.getuid())
+    (tmp_path / "file").touch()
+    (tmp_path / "run").mkdir(mode=0o500)
+    (tmp_path / "hidden").mkdir(mode=0o000)
+    os.seteuid(user)
+    for path in (tmp_path / "run" / "a", tmp_path / "run" / "new" / "a", tmp_path / "file" / "a"):
+        with pytest.raises(OSError, match=f"save needs a folder that it can write to, but {path.parent}: "):
+            save(path, {"w": torch.zeros(2)})
+    for path in (tmp_path / "hidden", tmp_path / "file"):
+        with pytest.raises(OSError):
+            latest(path)  # not None: the run would start again
+
+
 def test_latest_is_the_one_with_the_largest_number(saved, tmp_path):
     assert latest(tmp_path / "nowhere") is None
     for name in ("step-9", "step-100", "step-20", "final"):
@@ -351,6 +466,61 @@ def test_latest_passes_over_what_is_incomplete_with_a_warning(saved, tmp_path, n
     (tmp_path / "step-000018" / name).unlink()
     with pytest.warns(UserWarning, match=f"step-000018 .*{name}"):
         assert latest(tmp_path) == saved
+
+
+def lose(path, name):
+    """Damage a checkpoint: ``name`` is lost, or all but it."""
+    for file in path.iterdir():
+        if (file.name == name) != name.startswith("__"):
+            file.unlink()
+
+
+@pytest.mark.parametrize("name", [".metadata", "manifest.json", "__0_0.distcp"])
+def test_a_run_continues_past_a_damaged_checkpoint(tmp_path, name):
+    for step in (200, 400):
+        save(tmp_path / f"step-{step:06d}", {"w": torch.full((2,), step), "step": step})
+    lose(tmp_path / "step-000400", name)
+    left = files_of(tmp_path / "step-000400")
+    tree = {"w": torch.zeros(2, dtype=torch.int64), "step": None}
+    for n, aside in enumerate(["step-000400.damaged", "step-000400.damaged-1"]):
+        with pytest.warns(UserWarning, match="passes over a checkpoint: .*step-000400"):
+            assert latest(tmp_path) == tmp_path / "step-000200"  # and only looks
+        assert len(files_of(tmp_path)) == 2 + n
+        with pytest.warns(UserWarning, match=f"renamed the damaged .*step-000400 to {aside}$"):
+            assert resume(tmp_path, tree, wanted=True)["step"] == 200
+        assert files_of(tmp_path / aside) == left
+        save(tmp_path / "step-000400", {"w": torch.full((2,), 400), "step": 400})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert resume(tmp_path, tree, wanted=True)["step"] == 400
+        lose(tmp_path / "step-000400", name)
+
+
+def test_a_run_whose_only_checkpoint_is_damaged_starts_again_when_it_is_wanted(saved, tmp_path):
+    (saved / ".metadata").unlink()
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="holds step-000017; continue it"):
+        resume(tmp_path, state(fill=0), wanted=False)
+    assert files_of(tmp_path) == ["step-000017"]
+    with pytest.warns(UserWarning, match="to step-000017.damaged"):
+        assert resume(tmp_path, state(fill=0), wanted=True) is None
+    save(saved, state())
+
+
+def test_what_is_refused_moves_no_damaged_checkpoint(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "step-000018")
+    (tmp_path / "step-000018" / ".metadata").unlink()
+    with pytest.warns(UserWarning), pytest.raises(ValueError, match="another model"):
+        resume(tmp_path, state(fill=0), wanted=True, config={"d": 1})
+    assert files_of(tmp_path) == ["step-000017", "step-000018"]
+
+
+def test_a_checkpoint_of_a_newer_format_is_not_passed_over(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "step-000018")
+    manifest = tmp_path / "step-000018" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_bytes()), "version": 2}))
+    with pytest.raises(ValueError, match=r"step-000018 has format version 2.* use a newer one"):
+        resume(tmp_path, state(fill=0), wanted=True)
+    assert files_of(tmp_path) == ["step-000017", "step-000018"]
 
 
 def kill_saves(folder: Path, ranks: int, n_kills: int) -> int:

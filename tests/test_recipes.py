@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import train_forever
-from kill import in_save, kill_tree, kill_when
+from kill import after_lines, in_save, kill_tree, kill_when
 
 from moekit import checkpoint
 from moekit.testing import ranks
@@ -158,64 +158,71 @@ def steps_of(folder):
     return [(int(step), int(n), int(ep), loss, ids) for step, n, ep, loss, ids in lines]
 
 
-def kill_training(folder, n_kills):
-    """Kill training at random moments, in and between saves; every start has another layout."""
-    chooser = random.Random(n_kills)
-    layouts = [(1, 1), (4, 1), (4, 2), (2, 2), (1, 1)]
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def trainer():
+    """The program that trains, for lines that say on how many ranks and where."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, train_forever.__file__, str(folder)]
-    torn = 0
+    command = [sys.executable, train_forever.__file__]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=env) as program:
         try:
-            for i in range(n_kills):
-                moment = in_save(folder / "run", chooser.randint(1, 3), chooser.uniform(0, 0.1))
-                program.stdin.write("{} {}\n".format(*layouts[i % len(layouts)]))
-                program.stdin.flush()
-                assert kill_when(moment, int(program.stdout.readline())), "it ended before it was killed"
-                torn += bool(list((folder / "run").glob(".*.partial-*")))
+            yield program
         finally:
             kill_tree(program.pid)
-    return torn
 
 
-def check_training(folder, torn):
+def kill_training(trainer, folder, layouts, n_kills):
+    """Kill training at random moments in saves and after steps, starting on each layout in turn."""
+    chooser = random.Random(n_kills)
+    folder.mkdir()
+    torn = 0
+    for i in range(n_kills):
+        if i % 2:
+            moment = after_lines(folder / "steps", chooser.randint(1, 4), chooser.uniform(0, 0.05))
+        else:  # the first as soon as it has begun
+            moment = in_save(folder / "run", chooser.randint(1, 3), chooser.uniform(0, 0.1) if i else 0)
+        trainer.stdin.write("{} {} {}\n".format(*layouts[i % len(layouts)], folder))
+        trainer.stdin.flush()
+        assert kill_when(moment, int(trainer.stdout.readline())), "it ended before it was killed"
+        torn += bool(list((folder / "run").glob(".*.partial-*")))
     assert torn >= 1
     done = steps_of(folder)
     last = max(step for step, *_ in done)
-    plain = folder / "plain"
-    plain.mkdir()
-    ranks(1)(train_forever.work, plain, 0, 1, 1, plain / "store", last)
-    want = {step: (loss, ids) for step, _, _, loss, ids in steps_of(plain)}
-    assert sorted(set(step for step, *_ in done)) == list(range(1, last + 1))
-    for step, _, _, loss, ids in done:
-        assert ids == want[step][1], f"step {step} read other samples"
-        assert abs(float.fromhex(loss) - float.fromhex(want[step][0])) < 1e-4
+    assert {step for step, *_ in done} == set(range(1, last + 1))
+    assert len(done) > last  # what was not saved was done again
+    return done
 
 
-def test_killed_training_continues_with_the_next_sample_on_other_ranks(tmp_path):
-    check_training(tmp_path / "killed", kill_training(tmp_path / "killed", 3))
-
-
-@pytest.mark.soak
-def test_training_killed_30_times_continues_with_the_next_sample_on_other_ranks(tmp_path):
-    check_training(tmp_path / "killed", kill_training(tmp_path / "killed", 30))
-
-
-@pytest.mark.parametrize("n, ep", [(1, 1), (2, 2)])
-def test_a_step_repeated_on_the_same_layout_has_the_same_bits(tmp_path, n, ep):
-    for folder, lasts in (("whole", [7]), ("stopped", [3, 5, 7])):
-        (tmp_path / folder).mkdir()
-        for last in lasts:
-            ranks(n)(start, tmp_path / folder, ep, last)
-    whole = {step: rest for step, *rest in steps_of(tmp_path / "whole")}
-    stopped = steps_of(tmp_path / "stopped")
-    assert len(stopped) > len(whole) == 7  # steps after the last save were done again
-    assert all(whole[step] == rest for step, *rest in stopped)
+def whole_training(folder, n, ep, last):
+    """Return what an uninterrupted run prints: losses and sample ids by step."""
+    folder.mkdir()
+    ranks(n, timeout=600)(start, folder, ep, last)
+    return {step: (loss, ids) for step, _, _, loss, ids in steps_of(folder)}
 
 
 def start(folder, ep, last):
     """Train on the ranks of a pool."""
     rank, n = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.distributed.destroy_process_group()
-    train_forever.work(folder, rank, n, ep, folder / f"store-{last}", last)
+    train_forever.work(folder, rank, n, ep, folder / "store", last)
+
+
+KILLS = pytest.mark.parametrize("n_kills", [3, pytest.param(30, marks=pytest.mark.soak)])
+
+
+@KILLS
+def test_killed_training_continues_with_the_next_sample_on_other_ranks(trainer, tmp_path, n_kills):
+    layouts = [(1, 1), (4, 1), (4, 2), (2, 2), (1, 1)]
+    done = kill_training(trainer, tmp_path / "killed", layouts, n_kills)
+    want = whole_training(tmp_path / "whole", 1, 1, max(step for step, *_ in done))
+    for step, _, _, loss, ids in done:
+        assert ids == want[step][1], f"step {step} read other samples"
+        # Not the same bits: what ranks sum in another order moves all later steps, on any layout.
+        assert abs(float.fromhex(loss) - float.fromhex(want[step][0])) < 1e-4
+
+
+@KILLS
+@pytest.mark.parametrize("n, ep", [(1, 1), (2, 2)])
+def test_killed_training_has_the_bits_of_an_uninterrupted_one(trainer, tmp_path, n, ep, n_kills):
+    done = kill_training(trainer, tmp_path / "killed", [(n, ep)], n_kills)
+    want = whole_training(tmp_path / "whole", n, ep, max(step for step, *_ in done))
+    assert [(step, *want[step]) for step, *_ in done] == [(step, loss, ids) for step, _, _, loss, ids in done]

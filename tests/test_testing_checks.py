@@ -83,6 +83,13 @@ def test_check_kernel_names_what_a_kernel_gets_wrong(op, message):
         check_kernel(op)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int32])
+def test_check_kernel_says_which_dtypes_it_has_tolerances_for(dtype):
+    dtypes = r"\['torch.float64', 'torch.float32', 'torch.bfloat16'\]"
+    with pytest.raises(ValueError, match=f"check_kernel needs a dtype of {dtypes}, got {dtype}"):
+        check_kernel(mk.expert_forward, dtype=dtype)
+
+
 # --- check_gradients -------------------------------------------------------------------
 
 PARAMS = TensorDict({"w": torch.tensor([1.0, 2.0]), "part": TensorDict({"bias": torch.tensor(0.5)})}).double()
@@ -116,6 +123,19 @@ def test_what_differs_is_named_with_its_layout_and_the_table():
     )
     assert "w on accumulate=2" in first and "edp=1" not in first
     assert len(table) == 4 and float(table[1].split()[2]) > 0.1
+
+
+def test_a_parameter_named_loss_does_not_hide_the_loss():
+    params = TensorDict({"loss": PARAMS["w"], "part": TensorDict({"loss": PARAMS["part", "bias"]})})
+
+    def fault(params, rows, *, mesh):
+        shared = ((rows @ mk.local(params["loss"])) ** 2).sum() + mk.local(params["part", "loss"])
+        return shared + (0 if mesh is None else 1)  # in the loss, in no gradient
+
+    with pytest.raises(AssertionError, match=r"more than 1e-10: loss on edp=1\n") as error:
+        check_gradients(fault, params, ROWS, [dict(edp=1)])
+    rows = [line.split()[0] for line in str(error.value).splitlines()[2:]]
+    assert rows == ["loss", "params.loss", "part.loss"]
 
 
 def test_the_tolerance_follows_the_dtype_or_is_given():

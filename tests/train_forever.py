@@ -1,10 +1,10 @@
 """Train a tiny model without end, saving every second step: a program to kill.
 
-python tests/train_forever.py FOLDER
+python tests/train_forever.py
 
-Starts again for every line ``RANKS EP`` on the standard input, from the newest checkpoint, and prints the
-process id of each start. Every finished step appends ``step ranks ep loss sample-ids`` to FOLDER/steps, the
-loss with all its bits.
+Starts again for every line ``RANKS EP FOLDER`` on the standard input, from the newest checkpoint there, and
+prints the process id of each start. Every finished step appends ``step ranks ep loss sample-ids`` to
+FOLDER/steps, the loss with all its bits.
 """
 
 import os
@@ -85,10 +85,11 @@ def work(folder: Path, rank: int, n_ranks: int, ep: int, store: Path, last: floa
                 shutil.rmtree(old, ignore_errors=True)
 
 
-def main(folder: Path) -> None:
+def main() -> None:
     """Start workers one after the other; each is killed before the next line comes."""
     for n, line in enumerate(sys.stdin):
-        n_ranks, ep = map(int, line.split())
+        n_ranks, ep = map(int, line.split()[:2])
+        folder = Path(line.rstrip("\n").split(" ", 2)[2])
         first = os.fork()
         if first == 0:
             rank = next((rank for rank in range(1, n_ranks) if os.fork() == 0), 0)
@@ -98,4 +99,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -16,6 +16,7 @@ from moekit.testing._ranks import ranks
 from moekit.transforms import accumulate, data_parallel, value_and_grad
 from moekit.tree import named
 
+LOSS = ""  # its name beside those of the parameters, one of which may be "loss"
 Layout = Mapping[str, Any]
 
 
@@ -71,7 +72,7 @@ def check_gradients(
     for layout in layouts:
         _rows(batch, layout)
     compose = compose or _compose
-    names = ["loss", *named(params)]
+    names = [LOSS, *named(params)]
     if rtol is None:
         rtol = 1e-10 if _dtype(params) == torch.float64 else 1e-4
     threads = torch.get_num_threads()
@@ -88,7 +89,7 @@ def check_gradients(
         columns.append({name: max(_difference(one[name], want[name]) for one in got) for name in names})
     table = _table(names, layouts, columns)
     wrong = [
-        f"{name} on {_label(layout)}"
+        f"{_row(name)} on {_label(layout)}"
         for layout, column in zip(layouts, columns, strict=True)
         for name in names
         if not column[name] <= rtol
@@ -137,7 +138,7 @@ def _gradients(
 
     value, grads = compose(share, n_microbatches, mesh)(distribute(params, mesh), here)
     full = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in named(grads).items()}
-    return {name: x.cpu() for name, x in {"loss": value, **full}.items()}
+    return {name: x.cpu() for name, x in {LOSS: value, **full}.items()}
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
@@ -157,7 +158,11 @@ def _label(layout: Layout) -> str:
     return ",".join(f"{k}={getattr(v, '__name__', v)}" for k, v in layout.items()) or "one rank"
 
 
+def _row(name: str) -> str:
+    return {LOSS: "loss", "loss": "params.loss"}.get(name, name)
+
+
 def _table(names: list[str], layouts: list[dict], columns: list[dict[str, float]]) -> str:
-    rows = [["", *map(_label, layouts)], *([n, *(f"{c[n]:.1e}" for c in columns)] for n in names)]
+    rows = [["", *map(_label, layouts)], *([_row(n), *(f"{c[n]:.1e}" for c in columns)] for n in names)]
     width = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(row, width, strict=True)).rstrip() for row in rows)

@@ -48,7 +48,11 @@ def check_kernel(
     ------
     AssertionError
         Naming the case and what differs.
+    ValueError
+        Another dtype.
     """
+    if dtype not in TOLERANCE:
+        raise ValueError(f"check_kernel needs a dtype of {[*map(str, TOLERANCE)]}, got {dtype}")
     lines = []
     for case, (sizes, n_tail) in SIZES.items():
         errors, first = _errors(op, sizes, n_tail, 64, 48, dtype, device)

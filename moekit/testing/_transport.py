@@ -32,36 +32,48 @@ def check_transport(
     of each expert's rows, and after experts that multiply by a factor of their own, outputs, gradients of the
     tokens and of the weights, and gradients of the experts' factors must be those of the plain sum; twice in
     a row with the same bits. Cases: uneven tokens, ranks and experts without any, one expert that takes all;
-    float64, float32 and bfloat16.
+    float64, float32 and bfloat16. On an even number of ranks also, in float64, with ``mesh["ep"]`` of a mesh
+    (2, n/2): there ranks and groups are not those of the world.
 
     Parameters
     ----------
     transport : str or Transport
         As ``via`` of :func:`moekit.dispatch`.
     n_ranks : sequence of int
-        Sizes of the expert-parallel mesh; with 1, ``mesh=None`` is checked as well.
+        Numbers of ranks; with 1, ``mesh=None`` is checked as well.
     device : {"cpu", "cuda"}
         As for :class:`moekit.testing.ranks`.
 
     Raises
     ------
     RuntimeError
-        Naming the ranks, with the AssertionError that says which case and what differs.
+        Naming the ranks, with the AssertionError that says which case and what differs, or what the transport
+        raised, and in which case.
     """
     for n in n_ranks:
         ranks(n, device=device)(_check, transport, device)
 
 
 def _check(transport: str | Transport, device: str) -> None:
-    size = dist.get_world_size()
-    mesh = init_device_mesh(device, (size,), mesh_dim_names=("ep",))
-    for on in (mesh, None) if size == 1 else (mesh,):
+    world = dist.get_world_size()
+    all_dtypes = (torch.float64, torch.float32, torch.bfloat16)
+    meshes: list = [(init_device_mesh(device, (world,), mesh_dim_names=("ep",)), "ep", all_dtypes)]
+    if world == 1:
+        meshes.append((None, "None", all_dtypes))
+    if world % 2 == 0:
+        mesh = init_device_mesh(device, (2, world // 2), mesh_dim_names=("edp", "ep"))
+        meshes.append((mesh["ep"], f"ep of (edp=2, ep={world // 2})", (torch.float64,)))
+    for mesh, label, dtypes in meshes:
         for case, (n_tokens, per_rank, top_k, choice) in CASES.items():
-            for dtype in (torch.float64, torch.float32, torch.bfloat16):
-                tokens = n_tokens(dist.get_rank())
-                ids = _choose(choice, tokens, per_rank * size, top_k).to(device)
-                where = f"{case}, {dtype}, {size} ranks, mesh={'None' if on is None else 'ep'}"
-                first, second = (_run(transport, ids, per_rank * size, dtype, on, where) for _ in range(2))
+            for dtype in dtypes:
+                n_experts = per_rank * (1 if mesh is None else mesh.size())
+                ids = _choose(choice, n_tokens(dist.get_rank()), n_experts, top_k).to(device)
+                where = f"{case}, {dtype}, {world} ranks, mesh={label}"
+                try:
+                    first, second = (_run(transport, ids, n_experts, dtype, mesh, where) for _ in range(2))
+                except Exception as error:
+                    error.add_note(f"check_transport: {where}")
+                    raise
                 for name, got in first.items():
                     assert torch.equal(got, second[name]), f"{name} differs the second time ({where})"
 
@@ -91,11 +103,12 @@ def _run(
         error = relative_error(got.double(), want.double())
         assert error <= TOLERANCE[dtype], f"{name} ({where}): relative error {error:.1e}"
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(100 + rank)
+    rank, size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+    group = None if mesh is None else mesh.get_group()
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
     x = torch.randn(len(ids), 16, generator=generator, dtype=torch.float64).to(ids.device, dtype)
     x[:, 0] = (
-        torch.arange(len(ids), device=ids.device) + 32 * rank
+        torch.arange(len(ids), device=ids.device) + 32 * dist.get_rank()
     ) / 256  # says whence a row came; exact in bfloat16
     above = torch.promote_types(dtype, torch.float32)
     weights = torch.rand(ids.shape, generator=generator, dtype=torch.float64).to(ids.device, above)
@@ -110,7 +123,7 @@ def _run(
     sent = dispatch(x, routing, via=transport, mesh=mesh)
 
     everyone: list = [None] * size
-    dist.all_gather_object(everyone, (ids.cpu(), x.detach()[:, 0].cpu()))
+    dist.all_gather_object(everyone, (ids.cpu(), x.detach()[:, 0].cpu()), group=group)
     e = n_experts // size
     mine = range(rank * e, (rank + 1) * e)
     origins = [torch.cat([xs[(of == i).nonzero()[:, 0]] for of, xs in everyone]) for i in mine]
@@ -131,7 +144,7 @@ def _run(
     x64, w64, f64 = (z.detach().double().requires_grad_() for z in (x, weights, factors))
     want = (x64[:, None] * (w64 * f64[ids])[..., None]).sum(1)
     want_grads = torch.autograd.grad(want, (x64, w64, f64), out_grad.double())
-    dist.all_reduce(want_grads[2])
+    dist.all_reduce(want_grads[2], group=group)
     check("output", y.detach(), want.detach())
     check("gradient of the tokens", grads[0], want_grads[0])
     check("gradient of the weights", grads[1], want_grads[1])

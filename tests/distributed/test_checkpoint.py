@@ -1,4 +1,6 @@
+import os
 import resource
+import warnings
 import zlib
 
 import pytest
@@ -8,7 +10,7 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from moekit.checkpoint import latest, load, read_manifest, save
+from moekit.checkpoint import latest, load, read_manifest, resume, save
 from moekit.testing import ranks
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -324,6 +326,41 @@ def test_stages_with_other_names_make_one_checkpoint(tmp_path):
     back = {"stage0": torch.zeros(3), "stage1": torch.zeros(3), "step": None}
     load(tmp_path / "a", back)
     assert back["stage0"].eq(1).all() and back["stage1"].eq(2).all()
+
+
+def test_a_run_on_two_ranks_continues_past_a_damaged_checkpoint(tmp_path):
+    def train(last):
+        """Return where the run started and whether it warned."""
+        tree = tree_on(mesh := meshes(2, 1), fill=0.0)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            saved = resume(tmp_path, tree, wanted=True, mesh=mesh[2])
+        start = saved["step"] if saved else 0
+        assert local(tree["params"]["w"]).eq(start).all()
+        for step in range(start + 1, last + 1):
+            save(tmp_path / f"step-{step}", {**tree_on(mesh, fill=float(step)), "step": step}, mesh=mesh[2])
+        return start, [str(w.message) for w in said if "damaged" in str(w.message)]
+
+    assert ranks(2)(train, 2) == [(0, [])] * 2
+    (tmp_path / "step-2" / "__1_0.distcp").unlink()
+    (start, said), (other, unsaid) = ranks(2)(train, 3)
+    assert start == other == 1 and len(said) == 2 and not unsaid  # rank 0 speaks
+    assert "to step-2.damaged" in said[1]
+    assert {path.name for path in tmp_path.iterdir()} == {"step-1", "step-2", "step-2.damaged", "step-3"}
+    assert ranks(2)(train, 3) == [(3, [])] * 2
+
+
+def test_a_damaged_checkpoint_that_cannot_be_renamed_is_an_error_on_all_ranks(tmp_path):
+    def attempt():
+        tree = tree_on(mesh := meshes(2, 1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            os.rename = lambda *_: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+            return outcome(resume, tmp_path, tree, wanted=True, mesh=mesh[2])
+
+    save(tmp_path / "step-1", {"w": torch.zeros(2)})
+    (tmp_path / "step-1" / ".metadata").unlink()
+    all_say(ranks(2)(attempt), "OSError", "Permission denied")
 
 
 def test_the_mesh_must_hold_all_ranks_and_dtensors_need_a_mesh(small):

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from pages import blocks
 from torch.distributed.tensor import Replicate
 
 import moekit as mk
@@ -162,6 +163,31 @@ def test_check_transport_names_what_a_transport_gets_wrong(fault):
     transport, message = BROKEN[fault]
     with pytest.raises(RuntimeError, match=message):
         check_transport(transport, n_ranks=(2,))
+
+
+def of_the_page(old, new, count):
+    """Return the transport of docs/transport.md, with a fault."""
+    text = blocks("transport.md")[0]
+    assert text.count(old) == count
+    names = {"__name__": "__main__"}
+    exec(text.replace(old, new), names)
+    return names["all_gather"]
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(
+    ("old", "new", "count", "message"),
+    [
+        ("mesh.get_local_rank()", "torch.distributed.get_rank()", 1, r"offsets \(even, .*: \[0, 0\], wanted"),
+        (", mesh)\n", ", torch.distributed.group.WORLD)\n", 3, r"offsets \(even, .*wanted"),
+        ("mesh.size()", "torch.distributed.get_world_size()", 1, r"(?s)Error.*check_transport: even, "),
+    ],
+    ids=["rank", "group", "size"],
+)
+def test_a_transport_that_takes_the_world_for_its_mesh_is_named(n, old, new, count, message):
+    with pytest.raises(RuntimeError, match=message) as error:
+        check_transport(of_the_page(old, new, count), n_ranks=(n,))
+    assert f"even, torch.float64, {n} ranks, mesh=ep of (edp=2, ep={n // 2})" in str(error.value)
 
 
 def test_parity_goes_red_with_a_transport_that_loses_a_row():
