@@ -174,7 +174,7 @@ def transformer_block(
     eps = config.norm_eps
     if "ffn" in params.keys() and moe_options:
         raise TypeError(
-            f"transformer_block needs no options of moe for a block without experts, got {sorted(moe_options)}"
+            f"transformer_block needs no options of moe for one without experts, got {sorted(moe_options)}"
         )
 
     def attend(z: Tensor) -> Tensor:

@@ -262,7 +262,7 @@ def test_norms_stand_where_their_placement_says(norm, layer):
 
 def test_a_block_without_experts_refuses_their_options():
     params = params_of(small_config())["layers"]["0"]
-    with pytest.raises(TypeError, match=r"transformer_block needs no options of moe .* got \['via'\]"):
+    with pytest.raises(TypeError, match=r"transformer_block needs no options of moe .*, got \['via'\]"):
         model.transformer_block(
             params, draw(1, 7, 8), config=small_config(), rope=rope(7, small_config()), via="local"
         )
