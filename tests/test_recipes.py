@@ -53,19 +53,8 @@ def checksums(path):
 
 def test_quickstart_continues_with_the_same_bits_after_a_stop(tmp_path):
     text = texts(tmp_path / "text")
-    common = [
-        "recipes/quickstart.py",
-        *SMALL,
-        "--n-steps",
-        6,
-        "--log-every",
-        1,
-        "--save-every",
-        3,
-        "--text",
-        text,
-        "--folder",
-    ]
+    common = ["recipes/quickstart.py", *SMALL, "--n-steps", 6, "--log-every", 1, "--save-every", 3]
+    common += ["--text", text, "--folder"]
     whole = run(*common, tmp_path / "run")
     assert losses(whole).keys() == {1, 2, 3, 4, 5, 6}
     assert "held-out bits per byte: model" in whole and "3-gram" in whole
@@ -129,16 +118,8 @@ def test_train_moe_trains_a_preset_on_token_files_and_an_olmoe_on_text(tmp_path)
     tokens = torch.randint(0, 256, (3000,)).numpy().astype("uint16")
     tokens[::300] = 256
     tokens.tofile(tmp_path / "tokens.bin")
-    common = [
-        "recipes/train_moe.py",
-        "--hf",
-        tmp_path / "olmoe",
-        "--dtype",
-        "float32",
-        *SMALL[:-2],
-        "--n-steps",
-        4,
-    ]
+    common = ["recipes/train_moe.py", "--hf", tmp_path / "olmoe", *SMALL[:-2]]
+    common += ["--dtype", "float32", "--n-steps", 4, "--log-every", 1]
     source = ["--tokens", tmp_path / "tokens.bin", "--token-dtype", "uint16", "--eos", 256]
     want = losses(run(*common, *source, "--folder", tmp_path / "one"))
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 2]
