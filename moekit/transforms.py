@@ -201,7 +201,9 @@ def data_parallel(grad_fn: Callable, *, mesh: DeviceMesh | None = None) -> Calla
                 "place the parameters with moekit.mesh.distribute or init_params(mesh=mesh)"
             )
         summed = [Replicate() if p.is_partial() else p for p in grad.placements]
-        return at_least_float32(grad).redistribute(placements=summed)
+        wide = at_least_float32(grad)
+        assert isinstance(wide, DTensor)  # as grad is
+        return wide.redistribute(placements=summed)
 
     def run(params: TensorDict, *args: Any, **kwargs: Any):
         value, grads = grad_fn(params, *args, **kwargs)

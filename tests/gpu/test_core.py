@@ -101,6 +101,6 @@ def test_a_one_rank_nccl_mesh_gives_the_gradients_of_no_mesh(dtype, tmp_path):
             grad_fn = mk.data_parallel(mk.value_and_grad(on_mesh, has_aux=True), mesh=mesh)
             _, grads = grad_fn(params, batch)
             for key, g in names_and_grads(grads):
-                torch.testing.assert_close(g, want[key], rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(g, want[key].to(g.dtype), rtol=1e-5, atol=1e-6)
     finally:
         dist.destroy_process_group()
