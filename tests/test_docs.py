@@ -3,9 +3,11 @@
 import re
 
 import pytest
+import torch
 from pages import DOCS, blocks, run
 
 import moekit as mk
+from moekit.testing import ranks
 
 
 def test_the_transport_page_runs():
@@ -27,3 +29,22 @@ def test_the_index_lists_the_page_and_the_pages_it_links_exist(page):
     assert page.removesuffix(".md") in (DOCS / "index.md").read_text().splitlines()
     for link in re.findall(r"\]\(([^)#:]+)\)", (DOCS / page).read_text()):
         assert (DOCS / link).exists()
+
+
+@pytest.mark.parametrize("n_ranks", [None, 2])
+def test_the_four_lines_of_the_readme_are_a_layer(n_ranks):
+    (lines,) = blocks("../README.md")
+    assert len(lines.splitlines()) == 4
+    config = mk.preset("tiny", n_layers=1, n_dense_layers=0, d_model=16, d_expert=8, d_shared=0, n_experts=8)
+    params = mk.init_params(config)["layers", "0", "moe"]
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+
+    def layer():
+        mesh = mk.make_mesh(ep=2, device="cpu") if n_ranks else {"ep": None}
+        names = dict(mk=mk, mesh=mesh, x=x, params=mk.mesh.distribute(params, mesh if n_ranks else None))
+        exec(lines, names)
+        return names["y"].detach()
+
+    want, _ = mk.moe(params, x, top_k=4)
+    for got in ranks(n_ranks)(layer) if n_ranks else [layer()]:
+        torch.testing.assert_close(got, want)
