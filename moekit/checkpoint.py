@@ -375,6 +375,8 @@ def _dcp(call: Callable, tensors: dict[str, Tensor], **options: Any) -> Any:
             return call(tensors, **options)
     except dcp.CheckpointException as error:
         faults = {rank: fault for rank, (fault, _) in error.failures.items()}
+        if any(isinstance(fault, KeyboardInterrupt) for fault in faults.values()):
+            raise KeyboardInterrupt from error
         kind = OSError if any(isinstance(fault, OSError) for fault in faults.values()) else ValueError
         text = "\n".join(f"rank {rank}: {fault!r}" for rank, fault in faults.items())
         raise kind(f"the {call.__name__} of a checkpoint failed:\n{text}") from error
@@ -549,6 +551,8 @@ def _locked(folder: Path) -> Iterator[None]:
 def _sweep(folder: Path) -> None:
     """Delete what killed saves have left behind; a living one holds the lock on its manifest."""
     for partial in folder.glob(f".*{_PARTIAL}*"):
+        if not re.fullmatch(rf"\..*{re.escape(_PARTIAL)}[0-9a-f]{{8}}", partial.name):
+            continue  # somebody else's
         try:
             with open(partial / MANIFEST, "r+b") as manifest:
                 fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)

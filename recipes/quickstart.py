@@ -49,6 +49,8 @@ class Config:
 
 
 cfg = tyro.cli(Config, description=__doc__)
+if min(cfg.log_every, cfg.save_every) < 1:
+    raise SystemExit(f"log_every and save_every need to be at least 1, got {cfg.log_every}, {cfg.save_every}")
 model = mk.ModelConfig(
     vocab_size=257, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, d_head=32,
     n_dense_layers=1, d_dense=512,
@@ -72,6 +74,7 @@ tokenizer = corpora.byte_tokenizer()
 files = corpora.standard_library() if cfg.text is None else corpora.text_files(cfg.text)
 train_files, held_out_files = corpora.split_files(files, held_out=0.05)
 train, held_out = (corpora.corpus_of_text(part, tokenizer) for part in (train_files, held_out_files))
+held_out_samples = data.pack(held_out, cfg.seq_len)
 loader = data.Loader(data.pack(train, cfg.seq_len), cfg.batch_size, seed=cfg.seed, mesh=mesh)
 
 lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=cfg.n_steps, floor=cfg.lr / 10)
@@ -95,10 +98,10 @@ def train_step(params, state, biases, batch):
 
 
 @torch.no_grad()
-def bits_per_byte(corpus):
-    """Return the mean loss over a corpus, in bits."""
+def bits_per_byte(samples):
+    """Return the mean loss over the targets of all samples, in bits."""
     total = torch.zeros(2, dtype=torch.float64, device=device)  # nats, targets
-    for batch in data.Loader(data.pack(corpus, cfg.seq_len), 64, shuffle=False, epochs=1, mesh=mesh):
+    for batch in data.Loader(samples, 64, shuffle=False, epochs=1, uneven=True, mesh=mesh):
         batch = mk.count_tokens(batch.to(device), mesh=mesh)
         stats = mk.mesh.sum_over_ranks(loss_fn(params, batch, biases=biases)[1], mesh=mesh)
         total += (
@@ -139,13 +142,13 @@ while step < cfg.n_steps:
     if step % cfg.save_every == 0 or step == cfg.n_steps:
         checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
         if step < cfg.n_steps:
-            run.log(dict(held_out_bits_per_byte=bits_per_byte(held_out)), step=step)
+            run.log(dict(held_out_bits_per_byte=bits_per_byte(held_out_samples)), step=step)
         since, began = step, time.perf_counter()
     bar.update()
 
 # --- What it learnt -------------------------------------------------------------------
 
-bpb = bits_per_byte(held_out)
+bpb = bits_per_byte(held_out_samples)
 prompt = torch.tensor([tokenizer.encode("def ")], device=device)
 key = mk.random.make_key(cfg.seed, device)
 new = mk.generate(params, prompt, cfg.sample_bytes, config=model, key=key, biases=biases, mesh=mesh)

@@ -572,3 +572,10 @@ def test_after_30_kills_the_newest_checkpoint_is_whole(tmp_path, ranks):
     assert kill_saves(tmp_path, ranks, n_kills=30) >= 5
     save(tmp_path / "step-999999", save_forever.state(1))
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_save_deletes_nothing_that_another_program_named_alike(tmp_path):
+    (tmp_path / ".mydata.partial-important").mkdir()
+    (tmp_path / ".mydata.partial-important" / "precious.txt").write_text("x")
+    save(tmp_path / "step-1", save_forever.state(1))
+    assert (tmp_path / ".mydata.partial-important" / "precious.txt").read_text() == "x"

@@ -239,3 +239,10 @@ def test_softmax_weights_have_the_value_of_a_hand_calculation():
     close(routing.weights, torch.tensor([[5.0, 2.0]]), 1e-6)
     close(routing.scores, torch.tensor([[1.0, 2.0, 5.0]]) / 8, 1e-6)
     assert routing.expert_ids.tolist() == [[2, 1]] and routing.counts.tolist() == [0, 1, 1]
+
+
+def test_autocast_leaves_logits_and_weights_in_float32():
+    with torch.autocast("cpu", torch.bfloat16):
+        got = mk.route(ROUTER.float(), tokens(9).float(), top_k=2)
+    want = mk.route(ROUTER.float(), tokens(9).float(), top_k=2)
+    assert torch.equal(got.logits, want.logits) and torch.equal(got.weights, want.weights)

@@ -154,12 +154,11 @@ class _Pool:
         self.calls += 1
         store = os.path.join(self.folder.name, str(self.calls))
         running, results, failed = {}, {}, {}
+        place = os.getcwd(), sys.path
         for rank, (process, connection, _) in enumerate(self.workers[:n]):
             running[connection] = running[process.sentinel] = rank
             try:
-                connection.send_bytes(
-                    pickle.dumps((rank, n, device, store, timeout, os.getcwd(), sys.path, call))
-                )
+                connection.send_bytes(pickle.dumps((rank, n, device, store, timeout, *place, call)))
             except OSError:
                 pass  # it died; its sentinel says so below
         limit = time.monotonic() + timeout
