@@ -18,7 +18,11 @@ def named(tree: TensorDict) -> dict[str, Tensor]:
     ------
     ValueError
         When there is no leaf, or a name has a dot of its own.
+    TypeError
+        When it is no TensorDict.
     """
+    if not isinstance(tree, TensorDict):
+        raise TypeError(f"a tree of parameters needs to be a TensorDict, got {type(tree).__name__}; wrap it")
     leaves: dict[str, Any] = {}
     for key, leaf in tree.items(True, True):
         parts = (key,) if isinstance(key, str) else key

@@ -125,11 +125,17 @@ if saved := checkpoint.resume(cfg.folder, snapshot(step), wanted=cfg.resume, con
     step = saved["step"]
 run = tracking.start_run(cfg, project="moekit-quickstart", folder=cfg.folder, resume=cfg.resume, rank=rank)
 
-bar = tqdm(initial=step, total=cfg.n_steps, disable=rank > 0, smoothing=0.05)
+bar = tqdm(
+    initial=step,
+    total=cfg.n_steps,
+    disable=True if rank else None,  # no bar where the output is not a terminal
+    smoothing=0.05,
+)
 since, began = step, time.perf_counter()  # of the last line printed
 while step < cfg.n_steps:
     params, state, biases, stats = train_step(params, state, biases, next(loader).to(device))
     step += 1
+    bar.update()
     if step % cfg.log_every == 0 or step == cfg.n_steps:
         loss = stats["cross_entropy"].item()
         tok_s = (step - since) * cfg.batch_size * cfg.seq_len / (time.perf_counter() - began)
@@ -142,9 +148,13 @@ while step < cfg.n_steps:
     if step % cfg.save_every == 0 or step == cfg.n_steps:
         checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
         if step < cfg.n_steps:
-            run.log(dict(held_out_bits_per_byte=bits_per_byte(held_out_samples)), step=step)
+            bpb = bits_per_byte(held_out_samples)
+            run.log(dict(held_out_bits_per_byte=bpb), step=step)
+            if rank == 0:
+                bar.write(f"step {step:5d}  held-out bits per byte {bpb:.3f}")
         since, began = step, time.perf_counter()
-    bar.update()
+
+bar.close()
 
 # --- What it learnt -------------------------------------------------------------------
 

@@ -153,12 +153,18 @@ if rank == 0:
     print(mk.describe(params))
 
 flops = plan.flops_per_token(model, cfg.seq_len)
-bar = tqdm(initial=step, total=cfg.n_steps, disable=rank > 0, smoothing=0.05)
+bar = tqdm(
+    initial=step,
+    total=cfg.n_steps,
+    disable=True if rank else None,  # no bar where the output is not a terminal
+    smoothing=0.05,
+)
 since, began = step, time.perf_counter()  # of the last line printed
 while step < cfg.n_steps:
     key = None if chooses else mk.random.fold_in(base_key, step)
     params, state, biases, stats = train_step(params, state, biases, next(loader).to(device), key)
     step += 1
+    bar.update()
     if step % cfg.log_every == 0 or step == cfg.n_steps:
         loss = stats["cross_entropy"].item()
         rate = (step - since) * cfg.batch_size * cfg.seq_len / (time.perf_counter() - began)
@@ -171,7 +177,7 @@ while step < cfg.n_steps:
         since, began = step, time.perf_counter()
     if step % cfg.save_every == 0 or step == cfg.n_steps:
         checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
-    bar.update()
+bar.close()
 run.finish()
 if mesh is not None:
     torch.distributed.destroy_process_group()
