@@ -336,16 +336,16 @@ def test_a_save_that_cannot_write_leaves_nothing(tmp_path, n_bytes):
 
 
 def test_the_remains_of_killed_saves_are_no_checkpoints_and_go_with_the_next_save(saved, tmp_path):
-    for name in ("1", "2", "3"):
+    for name in ("00000001", "00000002", "00000003"):
         shutil.copytree(saved, tmp_path / f".step-000099.partial-{name}")
-    (tmp_path / ".step-000099.partial-1" / "manifest.json").unlink()
-    (tmp_path / ".step-000099.partial-2" / "manifest.json").write_bytes(b"")
+    (tmp_path / ".step-000099.partial-00000001" / "manifest.json").unlink()
+    (tmp_path / ".step-000099.partial-00000002" / "manifest.json").write_bytes(b"")
     assert latest(tmp_path) == saved
-    refused("damaged", tmp_path / ".step-000099.partial-2", state(fill=0))
-    with open(tmp_path / ".step-000099.partial-3" / "manifest.json", "r+b") as living:
+    refused("damaged", tmp_path / ".step-000099.partial-00000002", state(fill=0))
+    with open(tmp_path / ".step-000099.partial-00000003" / "manifest.json", "r+b") as living:
         fcntl.flock(living, fcntl.LOCK_EX)
         save(tmp_path / "step-000018", state())
-        assert {path.name for path in tmp_path.glob(".*")} == {".step-000099.partial-3"}
+        assert {path.name for path in tmp_path.glob(".*")} == {".step-000099.partial-00000003"}
     save(tmp_path / "step-000019", state())
     assert not list(tmp_path.glob(".*"))
 

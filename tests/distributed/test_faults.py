@@ -103,7 +103,7 @@ def test_an_expert_without_tokens_has_a_zero_gradient_even_where_a_whole_rank_ha
         dict(ep=2),
         dict(edp=2, ep=4),
         dict(ep=8),
-        dict(ep=2, block=mk.remat(mk.model.transformer_block)),
+        dict(ep=2, recompute="block"),
     ]
     check_gradients(loss, params, BATCH, layouts)
     for kernels, dtype in (("loop", torch.float64), ("torch", torch.float32)):

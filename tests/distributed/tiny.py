@@ -1,7 +1,5 @@
 """A tiny model in float64 with its batch and loss, shared by the tests of this folder."""
 
-import functools
-
 import torch
 from torch.utils._pytree import tree_map_only
 
@@ -58,5 +56,10 @@ def rows_of(batch, start, end):
 
 
 def loss_of(config, **options):
-    """Return ``loss(params, batch, *, mesh, **options)`` as `check_gradients` takes it."""
-    return functools.partial(mk.next_token_loss, config=config, **options)
+    """Return the model's loss; ``recompute`` is as for ``moekit.remat``."""
+
+    def loss(params, batch, *, mesh, recompute="none", **more):
+        block = mk.remat(mk.model.transformer_block, recompute)  # made on the rank: it cannot be pickled
+        return mk.next_token_loss(params, batch, config=config, mesh=mesh, block=block, **options, **more)
+
+    return loss
