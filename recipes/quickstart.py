@@ -34,10 +34,12 @@ class Config:
     seq_len: int = 256  # bytes
     n_microbatches: int = 1  # slices of a rank's part of the batch, one after the other
     lr: float = 4e-3  # at its peak
-    warmup_steps: int = 50
+    warmup_steps: int = 120
     weight_decay: float = 0.1
     max_norm: float = 1.0  # of the whole gradient
-    bias_rate: float = 1e-3  # step of the balancing bias, in router scores
+    bias_rate: float = (
+        0.0  # step of the balancing bias, in router scores, e.g. 1e-3; its sign amplifies rounding
+    )
     seed: int = 0
     ep: int = 1  # ranks that share one copy of the experts
     text: str | None = None  # a folder of text files; by default the standard library
