@@ -1,7 +1,11 @@
-"""wandb, offline unless the user is logged in, and the figures worth logging of a step."""
+"""wandb, offline unless the user is logged in, and what is worth printing and logging of a step."""
 
+import contextlib
+import math
 import secrets
+import time
 import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import wandb
 import wandb.errors
 from jaxtyping import Int
 from torch import Tensor
+from tqdm import tqdm
 
 
 def start_run(
@@ -87,3 +92,113 @@ def load_figures(counts: Int[Tensor, "l E"], *, first_layer: int = 0) -> dict[st
         figures[f"load/layer_{i}"] = wandb.Histogram(np_histogram=(rows, np.arange(len(rows) + 1)))
         figures |= {f"load/layer_{i}_max": rows.max() / mean, f"load/layer_{i}_min": rows.min() / mean}
     return figures
+
+
+class Progress:
+    """The steps of a run, with a bar where there is a terminal, a printed line and a wandb record every few.
+
+    Parameters
+    ----------
+    run : wandb.Run
+        From :func:`start_run`, or anything else with its ``log(figures, step=...)``.
+    n_steps : int
+        The number of the last step.
+    start : int
+        Steps done before, as read from a checkpoint.
+    every : int
+        Steps between lines; the last step has one too.
+    tokens_per_step : int
+        Of the global batch.
+    token : str
+        What a token is, in the bar, e.g. ``"byte"``.
+    rank : int
+        This process's place among the ranks; 0 prints.
+
+    Raises
+    ------
+    ValueError
+        When ``every`` is below 1.
+
+    Examples
+    --------
+    >>> run = start_run(config, project="mine", folder="runs/mine")  # doctest: +SKIP
+    >>> progress = Progress(run, 600, every=10, tokens_per_step=4096)  # doctest: +SKIP
+    >>> for step in progress:  # doctest: +SKIP
+    ...     params, state, stats = train_step(params, state, next(loader))
+    ...     progress.log(stats)
+    """
+
+    def __init__(
+        self,
+        run: Any,
+        n_steps: int,
+        *,
+        start: int = 0,
+        every: int = 10,
+        tokens_per_step: int,
+        token: str = "token",
+        rank: int = 0,
+    ):
+        if every < 1:
+            raise ValueError(f"Progress needs every >= 1, got {every}")
+        self.run, self.n_steps, self.every, self.rank = run, n_steps, every, rank
+        self.tokens_per_step, self.token = tokens_per_step, token
+        self.step = self._since = start
+        self._began = 0.0
+
+    def __iter__(self) -> Iterator[int]:
+        """Count from ``start + 1`` to ``n_steps``."""
+        self._bar = tqdm(
+            initial=self.step, total=self.n_steps, disable=True if self.rank else None, smoothing=0.05
+        )
+        self._began = time.perf_counter()
+        with self._bar:
+            while self.step < self.n_steps:
+                self.step += 1
+                yield self.step
+                self._bar.update()
+
+    def write(self, line: str) -> None:
+        """Print a line above the bar, after the step's number, on rank 0."""
+        if self.rank == 0:
+            self._bar.write(f"step {self.step:5d}  {line}")
+
+    def log(
+        self, stats: Mapping[str, Any], *, first_layer: int = 0, flops_per_token: float = 0.0, **figures: Any
+    ) -> None:
+        """Print and log a step that is due, and only then wait for the device.
+
+        Parameters
+        ----------
+        stats : mapping
+            ``cross_entropy`` in nats and ``counts`` of the global batch, as :func:`moekit.next_token_loss`
+            gives them, summed over ranks.
+        first_layer : int
+            As for :func:`load_figures`.
+        flops_per_token : float
+            Of one rank, for ``tflops_per_rank``.
+        **figures
+            More 0-d tensors or numbers to log.
+        """
+        if self.step % self.every and self.step != self.n_steps:
+            return
+        loss = stats["cross_entropy"].item()
+        seconds = time.perf_counter() - self._began
+        rate = (self.step - self._since) * self.tokens_per_step / seconds
+        shown = {f"bits/{self.token}": f"{loss / math.log(2):.3f}", f"{self.token}s/s": f"{rate:.0f}"}
+        figures |= {"loss": loss, "tokens_per_second": rate}
+        if flops_per_token:
+            figures["tflops_per_rank"] = rate * flops_per_token / 1e12
+            shown["TFLOP/s/rank"] = f"{figures['tflops_per_rank']:.1f}"
+        figures = {name: x.item() if isinstance(x, Tensor) else x for name, x in figures.items()}
+        self.run.log(figures | load_figures(stats["counts"], first_layer=first_layer), step=self.step)
+        self.write(f"loss {loss:.6f}")
+        self._bar.set_postfix(loss=f"{loss:.3f}", **shown)
+        self._since, self._began = self.step, time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out of the rate what is done within: saving, validation."""
+        start = time.perf_counter()
+        yield
+        self._began += time.perf_counter() - start

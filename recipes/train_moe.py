@@ -9,7 +9,6 @@ r"""Train any Mixture-of-Experts preset, or an OLMoE from Hugging Face, on text 
 Differs from quickstart.py in where the model and the tokens come from.
 """
 
-import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Literal
 
 import torch
 import tyro
-from tqdm import tqdm
 
 import moekit as mk
 from moekit import checkpoint, corpora, data, hf, plan, tracking
@@ -152,32 +150,18 @@ run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, resume=cfg.re
 if rank == 0:
     print(mk.describe(params))
 
-flops = plan.flops_per_token(model, cfg.seq_len)
-bar = tqdm(
-    initial=step,
-    total=cfg.n_steps,
-    disable=True if rank else None,  # no bar where the output is not a terminal
-    smoothing=0.05,
+progress = tracking.Progress(
+    run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len, rank=rank
 )
-since, began = step, time.perf_counter()  # of the last line printed
-while step < cfg.n_steps:
+flops = plan.flops_per_token(model, cfg.seq_len) / n_ranks
+for step in progress:
     key = None if chooses else mk.random.fold_in(base_key, step)
     params, state, biases, stats = train_step(params, state, biases, next(loader).to(device), key)
-    step += 1
-    bar.update()
-    if step % cfg.log_every == 0 or step == cfg.n_steps:
-        loss = stats["cross_entropy"].item()
-        rate = (step - since) * cfg.batch_size * cfg.seq_len / (time.perf_counter() - began)
-        figures = dict(loss=loss, grad_norm=state["inner", "0", "norm"].item(), tokens_per_second=rate)
-        figures["tflops_per_rank"] = rate * flops / n_ranks / 1e12
-        run.log(figures | tracking.load_figures(stats["counts"], first_layer=model.n_dense_layers), step=step)
-        if rank == 0:
-            bar.write(f"step {step:5d}  loss {loss:.6f}")
-        bar.set_postfix(tok_s=f"{rate:.0f}", tflops=f"{figures['tflops_per_rank']:.1f}")
-        since, began = step, time.perf_counter()
+    grad_norm = state["inner", "0", "norm"]
+    progress.log(stats, first_layer=model.n_dense_layers, flops_per_token=flops, grad_norm=grad_norm)
     if step % cfg.save_every == 0 or step == cfg.n_steps:
-        checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
-bar.close()
+        with progress.paused():
+            checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
 run.finish()
 if mesh is not None:
     torch.distributed.destroy_process_group()

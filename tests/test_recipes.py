@@ -86,9 +86,7 @@ def test_four_ranks_print_the_losses_of_one_process(tmp_path):
 
 @pytest.mark.soak
 def test_four_ranks_print_the_losses_of_one_process_for_fifty_steps_of_the_standard_library(tmp_path):
-    # The first steps of the recipe's own schedule, which rises over 120.
-    options = ["--warmup-steps", 49, "--lr", 4e-3 * 49 / 120, "--sample-bytes", 8]
-    check_four_ranks_against_one(tmp_path, options, 50, plain=True, timeout=1800)
+    check_four_ranks_against_one(tmp_path, ["--sample-bytes", 8], 50, plain=True, timeout=1800)
 
 
 @pytest.mark.soak

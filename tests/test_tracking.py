@@ -62,6 +62,41 @@ def test_the_load_of_a_balanced_layer_is_one():
     }
 
 
+class Records(list):
+    def log(self, figures, step):
+        self.append((step, figures))
+
+
+def test_progress_counts_on_from_a_step_and_logs_those_that_are_due_and_the_last(capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: now[0])
+    records = Records()
+    progress = tracking.Progress(records, 8, start=3, every=2, tokens_per_step=10)
+    stats = {"cross_entropy": torch.tensor(2.0), "counts": torch.tensor([[3, 1]])}
+    seen = []
+    for step in progress:
+        seen.append(step)
+        now[0] += 2.0
+        progress.log(stats, flops_per_token=1e12, grad_norm=torch.tensor(0.5))
+        if step == 6:
+            with progress.paused():
+                now[0] += 1000.0
+    assert seen == [4, 5, 6, 7, 8]
+    assert [step for step, _ in records] == [4, 6, 8]
+    for _, figures in records:
+        assert figures["loss"] == 2.0 and figures["grad_norm"] == 0.5 and figures["load/layer_0_max"] == 1.5
+        assert figures["tokens_per_second"] == 5.0 and figures["tflops_per_rank"] == 5.0
+    assert capsys.readouterr().out.split("\n")[1] == "step     6  loss 2.000000"
+
+
+def test_progress_refuses_lines_every_zero_steps_and_prints_on_rank_0_alone(capsys):
+    with pytest.raises(ValueError, match="needs every >= 1, got 0"):
+        tracking.Progress(Records(), 8, every=0, tokens_per_step=10)
+    for _ in (progress := tracking.Progress(Records(), 1, tokens_per_step=1, rank=1)):
+        progress.write("x")
+    assert not capsys.readouterr().out
+
+
 def test_a_key_that_cannot_be_checked_logs_offline_and_says_so(tmp_path, monkeypatch):
     def no_internet(**_):
         raise wandb.errors.AuthenticationError("no connection")
