@@ -4,9 +4,9 @@
     python recipes/quickstart.py --resume
     torchrun --nproc-per-node 4 recipes/quickstart.py --ep 2 --folder runs/four
 
-The losses are the same on any number of ranks: within 1e-4 for the first 50 steps in float32, until tokens that
-rounding sends to other experts add up. Expect about 1.85 bits per byte on held-out files after five minutes on
-two CPU cores, where a byte 3-gram has 2.76.
+The losses are the same on any number of ranks: within 1e-4 for the first 50 steps in float32, until tokens
+that rounding sends to other experts add up. Expect about 1.85 bits per byte on held-out files after five
+minutes on two CPU cores, where a byte 3-gram has 2.76.
 """
 
 import math

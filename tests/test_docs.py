@@ -7,7 +7,7 @@ import torch
 from pages import DOCS, blocks, run
 
 import moekit as mk
-from moekit.testing import ranks
+from moekit.testing import check_gradients, ranks
 
 
 def test_the_transport_page_runs():
@@ -24,7 +24,15 @@ def test_the_transform_page_runs_and_its_mistake_is_found(capsys):
     assert "gradients differ by more than 1e-10: embedding on edp=2; layers.0.attention.qkv on edp=2" in out
 
 
-@pytest.mark.parametrize("page", ["transport.md", "transforms.md", "concepts.md", "placements.md"])
+def test_the_loop_page_runs_and_its_loss_is_the_same_on_every_layout():
+    names = run("loop.md")
+    loss = names["loss"]
+    params = mk.init_params(names["config"], dtype=torch.float64)
+    batch, layouts = mk.count_tokens(names["batch"]), [dict(edp=2), dict(ep=2, accumulate=2)]
+    check_gradients(lambda *args, mesh: loss(*args, mesh=mesh)[0], params, batch, layouts)
+
+
+@pytest.mark.parametrize("page", ["transport.md", "transforms.md", "concepts.md", "placements.md", "loop.md"])
 def test_the_index_lists_the_page_and_the_pages_it_links_exist(page):
     assert page.removesuffix(".md") in (DOCS / "index.md").read_text().splitlines()
     for link in re.findall(r"\]\(([^)#:]+)\)", (DOCS / page).read_text()):

@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,9 @@ def test_a_run_is_offline_where_nobody_is_logged_in_and_keeps_what_is_logged(tmp
     run.log(tracking.load_figures(torch.tensor([[3, 1]])), step=7)
     run.finish()
     (written,) = (tmp_path / "run").glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60  # wandb's own process may write after finish returns
+    while b"load/layer_0_max" not in written.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert b"load/layer_0_max" in written.read_bytes()
 
 
