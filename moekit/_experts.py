@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from moekit.mesh import local
+from moekit.tree import check_values
 
 Kernels = Literal["auto", "torch", "loop"]
 
@@ -50,7 +51,7 @@ def expert_forward(
     Raises
     ------
     ValueError
-        When an option is unknown or shapes or dtypes do not fit.
+        When an option is unknown, shapes or dtypes do not fit, or offsets descend or pass the last row.
     """
     gate_up, down = local(experts["gate_up"]), local(experts["down"])
     if activation != "swiglu":
@@ -67,6 +68,10 @@ def expert_forward(
         raise ValueError(
             f"expert_forward needs one dtype, got {rows.dtype}, {gate_up.dtype} and {down.dtype}"
         )
+    if offsets.device.type == "cpu":  # on a device the check would cost more launches than the experts
+        ends = torch.cat([offsets.new_zeros(1), offsets, offsets.new_tensor([len(rows)])])
+        needs = f"offsets that ascend from 0 to at most the {len(rows)} rows"
+        check_values((ends.diff() >= 0).all(), "expert_forward", needs, offsets.tolist)
     if kernels == "auto":
         kernels = "loop" if rows.dtype == torch.float64 else "torch"
     if kernels not in ("torch", "loop"):

@@ -5,6 +5,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moekit.tree import check_values
+
 
 def cross_entropy(
     hidden: Float[Tensor, "t d"],
@@ -63,14 +65,12 @@ def cross_entropy(
             "cross_entropy needs hidden and head of one dtype, bfloat16, float32 or float64, got "
             f"{hidden.dtype} and {head.dtype}"
         )
-    in_range = ((targets >= 0) & (targets < head.shape[1])).all()
-    if targets.device.type != "cpu":  # without waiting for the device
-        torch._assert_async(in_range, f"cross_entropy needs targets in [0, {head.shape[1]})")
-    elif not in_range:
-        raise ValueError(
-            f"cross_entropy needs targets in [0, {head.shape[1]}), got {targets.min()} to {targets.max()}; "
-            "give tokens that do not count any id and weight 0"
-        )
+    check_values(
+        ((targets >= 0) & (targets < head.shape[1])).all(),
+        "cross_entropy",
+        f"targets in [0, {head.shape[1]})",
+        lambda: f"{targets.min()} to {targets.max()}; give tokens that do not count any id and weight 0",
+    )
     return _CrossEntropy.apply(hidden, head, targets, weights, z_weight, chunk_elements)
 
 

@@ -29,6 +29,7 @@ from moekit.losses import cross_entropy
 from moekit.mesh import local
 from moekit.params import param_shapes
 from moekit.random import fold_in
+from moekit.tree import check_values
 
 Params = TensorDict | Mapping[str, Any]
 Rope = tuple[Tensor, Tensor]
@@ -431,13 +432,9 @@ def _check_params(params: Params, config: ModelConfig) -> None:
 
 
 def _check_tokens(who: str, tokens: Tensor, vocab_size: int) -> None:
-    if tokens.is_meta or not tokens.numel():
-        return
-    if tokens.device.type != "cpu":  # no host sync: the device checks
-        torch._assert_async(
-            ((tokens >= 0) & (tokens < vocab_size)).all(), f"{who}: token id outside [0, {vocab_size})"
-        )
-        return
-    low, high = tokens.aminmax()
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"{who} needs token ids in [0, {vocab_size}), got [{int(low)}, {int(high)}]")
+    check_values(
+        ((tokens >= 0) & (tokens < vocab_size)).all(),
+        who,
+        f"token ids in [0, {vocab_size})",
+        lambda: f"[{tokens.min()}, {tokens.max()}]",
+    )

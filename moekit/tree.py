@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path
@@ -58,6 +59,26 @@ def on_mesh(local: Tensor, *, like: Tensor, placements: Any = None) -> Tensor:
     return DTensor.from_local(
         local, like.device_mesh, where, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def check_values(holds: Tensor, who: str, needs: str, got: Callable[[], Any]) -> None:
+    """Raise ``ValueError`` where a condition on values does not hold; on a device, without waiting for it.
+
+    Parameters
+    ----------
+    holds : Tensor
+        0-d bool.
+    who, needs : str
+        Who needs what.
+    got : callable
+        Says what came, where the values are on the host.
+    """
+    if holds.is_meta or isinstance(holds, FakeTensor) or torch.compiler.is_compiling():  # no values yet
+        return
+    if holds.device.type != "cpu":
+        torch._assert_async(holds, f"{who} needs {needs}")
+    elif not holds:
+        raise ValueError(f"{who} needs {needs}, got {got()}")
 
 
 def at_least_float32(x: Tensor) -> Tensor:

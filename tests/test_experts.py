@@ -127,6 +127,11 @@ def test_swiglu_gates_the_second_half_with_the_first():
         (dict(rows=draw(5, 9)), "rows (r, d), offsets (e,), got (2, 8, 24), (2, 12, 8), (5, 9), (2,)"),
         (dict(offsets=ends(5)), "rows (r, d), offsets (e,), got (2, 8, 24), (2, 12, 8), (5, 8), (1,)"),
         (
+            dict(offsets=torch.tensor([3, 2], dtype=torch.int32)),
+            "expert_forward needs offsets that ascend from 0 to at most the 5 rows, got [3, 2]",
+        ),
+        (dict(offsets=ends(2, 4)), "ascend from 0 to at most the 5 rows, got [2, 6]"),
+        (
             dict(offsets=ends(2, 3).long()),
             "expert_forward needs int32 offsets, got torch.int64; pass offsets.int()",
         ),
