@@ -1,8 +1,8 @@
 """Who holds what: the device mesh, and the one table of placements.
 
-Axes: ``edp`` expert data parallel, ``ep`` expert parallel. Expert leaves live on the two-axis mesh (edp, ep);
-every other leaf is replicated over both axes flattened into one, ``dp``. A leaf's mesh lists exactly the
-ranks that hold it.
+Axes: ``pp`` pipeline, ``edp`` expert data parallel, ``ep`` expert parallel. Expert leaves live on the two-axis
+mesh (edp, ep) of their stage; every other leaf is replicated over both axes flattened into one, ``dp``. A leaf's
+mesh lists exactly the ranks that hold it.
 """
 
 import os
@@ -22,19 +22,25 @@ from moekit.tree import map_named, summands
 
 
 def make_mesh(
-    *, edp: int | None = None, ep: int = 1, n_experts: int | None = None, device: str | None = None
+    *,
+    pp: int = 1,
+    edp: int | None = None,
+    ep: int = 1,
+    n_experts: int | None = None,
+    device: str | None = None,
 ) -> DeviceMesh | None:
-    """Arrange all ranks as ``edp`` x ``ep``. Collective, once per process.
+    """Arrange all ranks as ``pp`` x ``edp`` x ``ep``. Collective, once per process.
 
     Starts the default process group (NCCL on CUDA, gloo on CPUs) from torchrun's environment unless one
     exists.
 
     Parameters
     ----------
+    pp : int
+        Ranks that a batch passes one after the other, each with its part of the layers.
     edp, ep : int
-        Copies of every expert, and ranks that share one copy. Ranks of one ``ep`` group are neighbours. By
-        default
-        ``edp`` is what the number of ranks leaves.
+        Copies of every expert of a stage, and ranks that share one copy. Ranks of one ``ep`` group are
+        neighbours. By default ``edp`` is what the number of ranks leaves.
     n_experts : int, optional
         Checked against ``ep`` before any group is made.
     device : str, optional
@@ -43,28 +49,33 @@ def make_mesh(
     Returns
     -------
     DeviceMesh or None
-        Axes ``("edp", "ep")``; ``mesh["ep"]`` is what the moe functions take. ``None`` in a process that was
-        started alone: every function takes that for one process with plain tensors.
+        Axes ``("edp", "ep")``, with ``"pp"`` in front where it is more than 1: there ``mesh["edp", "ep"]`` is
+        the mesh of this rank's stage, which parameters, losses and the optimizer take. ``mesh["ep"]`` is what
+        the moe functions take. ``None`` in a process that was started alone: every function takes that for
+        one process with plain tensors.
 
     Raises
     ------
     ValueError
-        When ``edp * ep`` is not the number of ranks, or ``ep`` does not divide ``n_experts``.
+        When ``pp * edp * ep`` is not the number of ranks, or ``ep`` does not divide ``n_experts``.
     """
     started = dist.is_initialized()
     world = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", 1))  # torchrun's contract
-    edp = max(world // max(ep, 1), 1) if edp is None else edp
-    if edp < 1 or ep < 1 or edp * ep != world:
+    edp = max(world // max(pp * ep, 1), 1) if edp is None else edp
+    if min(pp, edp, ep) < 1 or pp * edp * ep != world:
         raise ValueError(
-            f"make_mesh needs edp * ep to be the number of ranks, got {edp=} * {ep=} on {world} ranks; "
-            f"start {max(edp, 1) * max(ep, 1)} ranks or choose an ep that divides {world}"
+            f"make_mesh needs pp * edp * ep to be the number of ranks, got {pp} * {edp} * {ep} on {world} ranks; "
+            f"start {max(pp, 1) * max(edp, 1) * max(ep, 1)} ranks or choose pp and ep that divide {world}"
         )
     if n_experts is not None and n_experts % ep:
         raise ValueError(f"make_mesh needs ep to divide n_experts, got {n_experts=}, {ep=}")
     if world == 1 and not started:
         return None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    mesh = init_device_mesh(device, (edp, ep), mesh_dim_names=("edp", "ep"))
+    sizes = {"pp": pp, "edp": edp, "ep": ep}
+    if pp == 1:
+        del sizes["pp"]
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     data_mesh(mesh)  # makes its group now, when every rank is here
     return mesh
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import moekit as mk
 from moekit.mesh import data_rank, layout, shard_of
+from moekit.testing import ranks
 from moekit.tree import map_named
 
 PARAMS = TensorDict({"norm": draw(3), "moe": {"router": draw(4, 6), "experts": {"down": draw(6, 2, 3)}}})
@@ -122,10 +123,20 @@ def test_value_and_grad_keeps_the_labels():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (dict(edp=2, ep=4), "got edp=2 * ep=4 on 4 ranks; start 8 ranks or choose an ep that divides 4"),
-        (dict(ep=3), "make_mesh needs edp * ep to be the number of ranks, got edp=1 * ep=3 on 4 ranks"),
-        (dict(ep=0), "make_mesh needs edp * ep to be the number of ranks, got edp=4 * ep=0 on 4 ranks"),
-        (dict(edp=-1), "make_mesh needs edp * ep to be the number of ranks, got edp=-1 * ep=1 on 4 ranks"),
+        (dict(edp=2, ep=4), "got 1 * 2 * 4 on 4 ranks; start 8 ranks or choose pp and ep that divide 4"),
+        (
+            dict(ep=3),
+            "make_mesh needs pp * edp * ep to be the number of ranks, got 1 * 1 * 3 on 4 ranks",
+        ),
+        (
+            dict(ep=0),
+            "make_mesh needs pp * edp * ep to be the number of ranks, got 1 * 4 * 0 on 4 ranks",
+        ),
+        (
+            dict(edp=-1),
+            "make_mesh needs pp * edp * ep to be the number of ranks, got 1 * -1 * 1 on 4 ranks",
+        ),
+        (dict(pp=3), "got 3 * 1 * 1 on 4 ranks; start 3 ranks or choose pp and ep that divide 4"),
         (dict(ep=4, n_experts=6), "make_mesh needs ep to divide n_experts, got n_experts=6, ep=4"),
     ],
 )
@@ -136,7 +147,7 @@ def test_a_mesh_that_does_not_fit_is_refused_before_any_group_is_made(of_torchru
 
 def test_a_process_alone_refuses_a_mesh_of_several_ranks(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with refuses("got edp=2 * ep=1 on 1 ranks; start 2 ranks"):
+    with refuses("got 1 * 2 * 1 on 1 ranks; start 2 ranks"):
         mk.make_mesh(edp=2)
 
 
@@ -183,3 +194,19 @@ def test_a_plain_gradient_on_a_mesh_is_refused():
 
     with refuses("needs DTensor gradients on a mesh, got a plain one for a; place the", RuntimeError):
         as_rank(run)
+
+
+def test_a_stage_has_its_own_mesh_and_batch_ranks():
+    def look():
+        mesh = mk.make_mesh(pp=2, edp=1, ep=2, device="cpu")
+        stage = mesh["edp", "ep"]
+        whole = mk.mesh.data_mesh(mesh) == mk.mesh.data_mesh(stage)
+        total = mk.mesh.sum_over_ranks(torch.tensor(torch.distributed.get_rank()), mesh=stage)
+        return sorted(mk.mesh.ranks_of(stage)), mk.mesh.data_rank(mesh), whole, total.item()
+
+    assert ranks(4)(look) == [
+        ([0, 1], (0, 2), True, 1),
+        ([0, 1], (1, 2), True, 1),
+        ([2, 3], (0, 2), True, 5),
+        ([2, 3], (1, 2), True, 5),
+    ]
