@@ -114,6 +114,29 @@ class ModelConfig:
         return self.n_layers - self.n_dense_layers
 
 
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A run of a model's layers, and whether the embedding stands before it and the head behind it."""
+
+    layers: range
+    embeds: bool
+    heads: bool  # the last norm, the head and the cross-entropy
+
+    @staticmethod
+    def whole(config: ModelConfig) -> "Stage":
+        """Return the whole model as one stage."""
+        return Stage(layers=range(config.n_layers), embeds=True, heads=True)
+
+    def has(self, name: str, config: ModelConfig) -> bool:
+        """Say whether the stage reads the parameter of a dotted name; a tied head reads the embedding."""
+        unit, _, rest = name.partition(".")
+        if unit == "layers":
+            return int(rest.partition(".")[0]) in self.layers
+        if unit in ("norm", "head"):
+            return self.heads
+        return self.embeds or (unit == "embedding" and self.heads and config.tied_head)
+
+
 def _published(
     n_layers,
     n_dense_layers,

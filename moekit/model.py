@@ -24,7 +24,7 @@ from moekit._experts import Kernels
 from moekit._moe import feed_forward, moe
 from moekit._route import Assignment, Routing
 from moekit.batch import Batch
-from moekit.config import ModelConfig
+from moekit.config import ModelConfig, Stage
 from moekit.losses import cross_entropy
 from moekit.mesh import local
 from moekit.params import param_shapes
@@ -234,9 +234,11 @@ def forward(
     via: str | Transport | None = None,
     kernels: Kernels = "auto",
     block: Callable = transformer_block,
+    x: Float[Tensor, "b s d"] | None = None,
+    stage: Stage | None = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[Float[Tensor, "b s d"], list[Routing]]:
-    """Return what the head reads, and the routing of each layer that has experts.
+    """Return what the head, or the next stage, reads, and the routing of each layer that has experts.
 
     Pure and differentiable. Collective over ``mesh["ep"]`` in every layer that has experts.
 
@@ -261,13 +263,16 @@ def forward(
         As for :func:`moekit.dispatch` and :func:`moekit.expert_forward`.
     block : callable
         Applied to each layer; ``moekit.remat(moekit.model.transformer_block)`` recomputes it in backward.
+    x, stage
+        What the stage before has returned, and which layers to apply; by default the whole model. A stage's
+        parameters may stand among others.
     mesh : DeviceMesh, optional
         Axes (edp, ep).
 
     Returns
     -------
     hidden : Float[Tensor, "b s d"]
-        After the last norm.
+        After the last norm, where the stage has it.
     routings : list of Routing
         One for each layer that has experts, t = b * s tokens each.
 
@@ -277,23 +282,30 @@ def forward(
         When the parameters are not those of ``config``, a token id is out of range (on CUDA: a device
         assertion), the sequence is longer than the RoPE table, or the biases do not fit.
     """
-    _check_params(params, config)
-    _check_tokens("forward", tokens, config.vocab_size)
+    _check_params(params, config, stage)
+    stage = Stage.whole(config) if stage is None else stage
+    if stage.embeds == (x is not None):
+        raise ValueError(
+            f"forward needs x from the stage before exactly where the stage does not embed, got {stage} and "
+            f"{'an' if x is not None else 'no'} x"
+        )
     if biases is not None and biases.shape != (config.n_moe_layers, config.n_experts):
         raise ValueError(
             f"forward needs biases ({config.n_moe_layers}, {config.n_experts}), got {tuple(biases.shape)}"
         )
     b, s = tokens.shape
-    x = F.embedding(tokens, local(params["embedding"]))
-    if "embedding_norm" in params.keys():
-        x = rms_norm(x * config.d_model**0.5, params["embedding_norm"], config.norm_eps)
+    if x is None:
+        _check_tokens("forward", tokens, config.vocab_size)
+        x = F.embedding(tokens, local(params["embedding"]))
+        if "embedding_norm" in params.keys():
+            x = rms_norm(x * config.d_model**0.5, params["embedding_norm"], config.norm_eps)
     rope = rope_table(s, config=config, like=x)
     if sample_ids is None:
         sample_ids = torch.arange(b, device=tokens.device)
     token_ids = (sample_ids[:, None] * s + torch.arange(s, device=tokens.device)).flatten()
     mask = None if documents is None else document_mask(documents, dtype=x.dtype)
     routings = []
-    for i in range(config.n_layers):
+    for i in stage.layers:
         options: dict[str, Any] = {}
         if config.is_moe(i):
             options = dict(
@@ -308,7 +320,7 @@ def forward(
         x, routing = block(params["layers"][str(i)], x, config=config, rope=rope, mask=mask, **options)
         if routing is not None:
             routings.append(routing)
-    return rms_norm(x, params["norm"], config.norm_eps), routings
+    return rms_norm(x, params["norm"], config.norm_eps) if stage.heads else x, routings
 
 
 def head_weight(params: Params) -> Float[Tensor, "d v"]:
@@ -362,30 +374,80 @@ def next_token_loss(
     ValueError
         When the batch has no totals, and as :func:`forward`.
     """
+    _, loss, stats = stage_loss(
+        params, None, batch, config=config, stage=Stage.whole(config), mesh=mesh, **options
+    )
+    return loss, stats
+
+
+def stage_loss(
+    params: Params,
+    x: Float[Tensor, "b s d"] | None,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    stage: Stage,
+    mesh: DeviceMesh | None = None,
+    **options: Any,
+) -> tuple[Float[Tensor, "b s d"] | None, Float[Tensor, ""], dict[str, Tensor]]:
+    """Apply one stage; return what the next one reads, and this stage's share of loss and statistics.
+
+    The shares of all stages add up to what :func:`next_token_loss` returns for the whole model. For
+    :func:`moekit.pipeline`. Pure and differentiable. Collective over ``mesh``.
+
+    Parameters
+    ----------
+    params : TensorDict
+        Those of the stage, among any others.
+    x : Float[Tensor, "b s d"], optional
+        What the stage before has returned; None for the first.
+    batch : Batch
+        As for :func:`next_token_loss`; every stage gets it whole.
+    stage : Stage
+        From :func:`moekit.plan.split_layers`.
+    config, mesh, **options
+        As for :func:`next_token_loss`; biases are those of all layers.
+
+    Returns
+    -------
+    y : Float[Tensor, "b s d"] or None
+        None from the last stage.
+    loss : Float[Tensor, ""]
+    stats : dict of Tensor
+        As from :func:`next_token_loss`, with counts of 0 for the layers of other stages.
+
+    Raises
+    ------
+    ValueError
+        As :func:`next_token_loss`, and for an ``x`` that a stage does not take or lacks.
+    """
     if batch.n_targets is None or batch.n_tokens is None:
         raise ValueError(
             "next_token_loss needs the totals of the global batch, got None; "
             "call batch = moekit.count_tokens(batch, mesh=mesh) first"
         )
-    _check_tokens("next_token_loss", batch.targets, config.vocab_size)
     hidden, routings = forward(
         params,
         batch.tokens,
         config=config,
         documents=batch.documents,
         sample_ids=batch.sample_ids,
+        x=x,
+        stage=stage,
         mesh=mesh,
         **options,
     )
-    at_least_fp32 = torch.promote_types(hidden.dtype, torch.float32)
-    weights = batch.mask.flatten().to(at_least_fp32) / batch.n_targets.clamp_min(1)
-    loss, ce, head_z = cross_entropy(
-        rearrange(hidden, "b s d -> (b s) d"),
-        head_weight(params),
-        batch.targets.flatten(),
-        weights,
-        z_weight=config.head_z_weight,
-    )
+    zero = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    loss = ce = head_z = zero
+    if stage.heads:
+        _check_tokens("next_token_loss", batch.targets, config.vocab_size)
+        loss, ce, head_z = cross_entropy(
+            rearrange(hidden, "b s d -> (b s) d"),
+            head_weight(params),
+            batch.targets.flatten(),
+            batch.mask.flatten().to(zero.dtype) / batch.n_targets.clamp_min(1),
+            z_weight=config.head_z_weight,
+        )
 
     b, s = batch.tokens.shape
     keep = (batch.documents >= 0).flatten()
@@ -393,8 +455,10 @@ def next_token_loss(
         (batch.documents < s).all(), "next_token_loss needs documents below s; use make_batch"
     )
     documents = (batch.documents + torch.arange(b, device=keep.device)[:, None] * s).flatten()
-    balancing = router_z = ce.new_zeros(())
-    for routing in routings:
+    balancing = router_z = zero
+    counts = torch.zeros(config.n_moe_layers, config.n_experts, dtype=torch.int64, device=keep.device)
+    layers = [i - config.n_dense_layers for i in stage.layers if config.is_moe(i)]
+    for layer, routing in zip(layers, routings, strict=True):
         balancing = balancing + balance.load_balancing_loss(
             routing,
             population=config.balance_population,
@@ -404,30 +468,32 @@ def next_token_loss(
             mesh=mesh,
         )
         router_z = router_z + balance.router_z_loss(routing, mask=keep, n_tokens=batch.n_tokens)
-    counts = [balance.expert_counts(routing, mask=keep) for routing in routings]
+        counts[layer] = balance.expert_counts(routing, mask=keep)
     stats = {
         "cross_entropy": ce,
         "load_balancing": balancing.detach(),
         "router_z": router_z.detach(),
         "head_z": head_z,
-        "n_targets": batch.mask.sum(),
-        "counts": torch.stack(counts) if counts else keep.new_zeros(0, config.n_experts, dtype=torch.int64),
+        "n_targets": batch.mask.sum() * stage.heads,
+        "counts": counts,
     }
-    return loss + config.balance_weight * balancing + config.router_z_weight * router_z, stats
+    loss = loss + config.balance_weight * balancing + config.router_z_weight * router_z
+    return None if stage.heads else hidden, loss, stats
 
 
 @functools.cache
-def _names(config: ModelConfig) -> frozenset[str]:
-    return frozenset(param_shapes(config))
+def _names(config: ModelConfig, *stages: Stage) -> frozenset[str]:
+    return frozenset(param_shapes(config, *stages))
 
 
-def _check_params(params: Params, config: ModelConfig) -> None:
+def _check_params(params: Params, config: ModelConfig, stage: Stage | None) -> None:
     """Which parts a model has is read off its parameters: they must be those that the config describes."""
     if not isinstance(params, TensorDict):
         return
     got = {key if isinstance(key, str) else ".".join(key) for key in params.keys(True, True)}
-    if got != _names(config):
-        missing, unused = sorted(_names(config) - got), sorted(got - _names(config))
+    needs = _names(config) if stage is None else _names(config, stage)
+    missing, unused = sorted(needs - got), sorted(got - _names(config) if stage else got - needs)
+    if missing or unused:
         raise ValueError(f"forward needs the parameters of its config, missing: {missing}, unused: {unused}")
 
 

@@ -9,13 +9,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moekit.config import ModelConfig
+from moekit.config import ModelConfig, Stage
 from moekit.mesh import from_shard, shard_of
 from moekit.tree import map_named, nested
 
 
-def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the global shape of every parameter by its dotted name. Matrices are (in, out): ``x @ w``."""
+def param_shapes(config: ModelConfig, *stages: Stage) -> dict[str, tuple[int, ...]]:
+    """Return the global shape of every parameter, or of those of some stages, by its dotted name.
+
+    Matrices are (in, out): ``x @ w``.
+    """
     c, d = config, config.d_model
     q, kv = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
     shapes: dict[str, tuple[int, ...]] = {"embedding": (c.vocab_size, d)}
@@ -49,7 +52,9 @@ def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes["norm"] = (d,)
     if not c.tied_head:
         shapes["head"] = (d, c.vocab_size)
-    return shapes
+    if not stages:
+        return shapes
+    return {name: shape for name, shape in shapes.items() if any(stage.has(name, c) for stage in stages)}
 
 
 def param_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -1,13 +1,15 @@
 """What a model costs, before anything is made: ``python -m moekit.plan bench-8L --n-experts 128``."""
 
+import itertools
 import json
 import math
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Annotated
 
 import tyro
 
-from moekit.config import ModelConfig, preset
+from moekit.config import ModelConfig, Stage, preset
 from moekit.params import param_shapes
 
 
@@ -41,18 +43,71 @@ def flops_per_token(config: ModelConfig, seq_len: int | None = None) -> float:
     >>> round(flops_per_token(preset("ultra-128")) / 1e9, 1)
     371.8
     """
+    return sum(unit_flops(config, seq_len))
+
+
+def unit_flops(config: ModelConfig, seq_len: int | None = None) -> list[float]:
+    """Return the model FLOPs per trained token of each layer, and last of the head; see `flops_per_token`."""
     seq_len = config.max_seq_len if seq_len is None else seq_len
     if seq_len < 1:
         raise ValueError(f"flops_per_token needs seq_len >= 1, got {seq_len}")
-    weights = 0
+    pairs = (seq_len + 1) / 2  # keys seen by a query, on average
+    attention = 2 * 2 * pairs * config.n_heads * config.d_head
+    flops = [3 * attention] * config.n_layers + [0.0]
     for name, shape in param_shapes(config).items():
-        if len(shape) == 1 or (name == "embedding" and not config.tied_head):
+        unit, *rest = name.split(".")
+        if len(shape) == 1 or (unit == "embedding" and not config.tied_head):
             continue
         n = math.prod(shape)
-        weights += n // config.n_experts * config.top_k if ".experts." in name else n
-    pairs = (seq_len + 1) / 2  # keys seen by a query, on average
-    attention = config.n_layers * 2 * 2 * pairs * config.n_heads * config.d_head
-    return 3 * (2 * weights + attention)
+        active = n // config.n_experts * config.top_k if "experts" in rest else n
+        flops[int(rest[0]) if unit == "layers" else -1] += 3 * 2 * active
+    return flops
+
+
+def split_layers(config: ModelConfig, n_stages: int, *, seq_len: int | None = None) -> list[Stage]:
+    """Split a model into stages so that the most expensive one costs as little as it can.
+
+    Costs are FLOPs, the head's included; the embedding, a lookup, costs none. Of equal splits, the one whose
+    costs have the least sum of squares.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        The model.
+    n_stages : int
+        Each has a layer at least.
+    seq_len : int, optional
+        As for :func:`flops_per_token`.
+
+    Raises
+    ------
+    ValueError
+        When there are fewer layers than stages.
+
+    >>> [len(stage.layers) for stage in split_layers(preset("ultra-128"), 16)]
+    [4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 3]
+    """
+    if not 1 <= n_stages <= config.n_layers:
+        raise ValueError(
+            f"split_layers needs 1 to {config.n_layers} stages, one layer each at least, got {n_stages}"
+        )
+    *layers, head = unit_flops(config, seq_len)
+    upto = [0.0, *itertools.accumulate(layers)]
+    # best[n]: (largest cost, sum of squares, ends of the stages) of the first n layers in the stages so far.
+    best = {0: (0.0, 0.0, [])}
+    for stage in range(n_stages):
+        last = stage == n_stages - 1
+        ends = [config.n_layers] if last else range(stage + 1, config.n_layers - (n_stages - stage) + 2)
+        best = {
+            end: min(
+                (max(worst, cost := upto[end] - upto[start] + head * last), squares + cost**2, [*cuts, end])
+                for start, (worst, squares, cuts) in best.items()
+                if start < end
+            )
+            for end in ends
+        }
+    cuts = [0, *best[config.n_layers][2]]
+    return [Stage(layers=range(a, b), embeds=a == 0, heads=b == config.n_layers) for a, b in pairwise(cuts)]
 
 
 @dataclass(frozen=True, kw_only=True)
