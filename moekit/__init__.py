@@ -10,11 +10,13 @@ from moekit import (
     model as model,
     optim as optim,
     random as random,
+    schedules as schedules,
     tree as tree,
 )
 from moekit._dispatch import Transport as Transport, combine as combine, dispatch as dispatch
 from moekit._experts import expert_forward as expert_forward
 from moekit._moe import moe as moe
+from moekit._pipeline import pipeline as pipeline
 from moekit._route import Routing as Routing, route as route
 from moekit._shard_optimizer import shard_optimizer as shard_optimizer
 from moekit.batch import count_tokens as count_tokens

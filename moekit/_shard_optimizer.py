@@ -51,8 +51,8 @@ def shard_optimizer(
         Most bytes of a bucket, counted over all ranks; a larger leaf travels alone. Up to two are alive at
         a time.
     mesh : DeviceMesh, optional
-        Its ranks must be those of every parameter. ``None``: plain tensors and no collective, masters all
-        the same.
+        All ranks that hold any parameter, those of all stages of a pipeline. ``None``: plain tensors and no
+        collective, masters all the same.
 
     Returns
     -------
@@ -65,7 +65,7 @@ def shard_optimizer(
     ------
     ValueError
         At once for an unknown ``reduce`` or a negative ``bucket_bytes``; from ``init`` for parameters that
-        are not on the ranks of ``mesh`` or are replicated over two axes; from ``update`` for gradients that
+        are on ranks that ``mesh`` lacks or are replicated over two axes; from ``update`` for gradients that
         differ in names, shapes, or placements (``Partial`` where the parameter is replicated, or already
         the master's), or are not summed with ``reduce="micro_batch"``. All of them before any collective.
     TypeError
@@ -260,9 +260,9 @@ def _plan(name: str, x: Tensor, mesh: DeviceMesh | None) -> _Plan:
                 "parameters with distribute or init_params(mesh=mesh), or pass mesh=None"
             )
         return _Plan(dtype)
-    if mesh is None or ranks_of(x.device_mesh) != ranks_of(mesh):
+    if mesh is None or not ranks_of(x.device_mesh) <= ranks_of(mesh):
         raise ValueError(
-            f"shard_optimizer needs a mesh of the ranks that hold {name}, which is {describe_place(x)}, "
+            f"shard_optimizer needs a mesh with all ranks that hold {name}, which is {describe_place(x)}, "
             f"got {None if mesh is None else sorted(ranks_of(mesh))}"
         )
     on, placements = x.device_mesh, x.placements

@@ -5,6 +5,7 @@ two-axis mesh (edp, ep) of their stage; every other leaf is replicated over both
 ``dp``. A leaf's mesh lists exactly the ranks that hold it.
 """
 
+import functools
 import os
 from typing import Any
 
@@ -95,6 +96,18 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else _edp_ep("data_mesh", mesh)._flatten("dp")
 
 
+@functools.cache
+def ends_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the ranks of the first and the last stage of a mesh with ``pp`` in front, as one axis ``ends``.
+
+    What both hold, a tied embedding, is replicated there. The first call for a mesh makes the group, and is
+    collective over all ranks.
+    """
+    with _disable_current_modes():
+        ends = torch.cat([mesh.mesh[0].flatten(), mesh.mesh[-1].flatten()])
+    return DeviceMesh(mesh.device_type, ends, mesh_dim_names=("ends",))
+
+
 def _edp_ep(who: str, mesh: DeviceMesh) -> DeviceMesh:
     axes = mesh.mesh_dim_names or ()
     if not {"edp", "ep"} <= set(axes):
@@ -119,6 +132,8 @@ def layout(name: str, mesh: DeviceMesh) -> tuple[DeviceMesh, tuple[Placement, ..
     ``*.experts.*``           (edp, ep)     (Replicate, Shard(0))   (Partial, Shard(0))
     every other               dp            (Replicate,)            (Partial,)
     ========================= ============= ======================= =============================
+
+    A tied embedding of a model in stages lies on :func:`ends_mesh` instead of dp.
 
     Raises
     ------
@@ -219,7 +234,8 @@ def distribute(params: TensorDict, mesh: DeviceMesh | None) -> TensorDict:
 def sum_over_ranks(tree: Any, *, mesh: DeviceMesh | None = None) -> Any:
     """Return the tensors of a tree summed over the ranks that share a batch: shares become the whole.
 
-    Collective: one all-reduce per dtype.
+    Those are the ranks of ``mesh``: the axes (edp, ep), and pp where it has one. Collective: one all-reduce
+    per dtype, two with pp.
 
     Raises
     ------
@@ -233,8 +249,10 @@ def sum_over_ranks(tree: Any, *, mesh: DeviceMesh | None = None) -> Any:
     for i, leaf in enumerate(leaves):
         by_dtype.setdefault(leaf.dtype, []).append(i)
     for at in by_dtype.values():
-        flat = fc.all_reduce(torch.cat([leaves[i].reshape(-1) for i in at]), "sum", data_mesh(mesh))
-        flat = fc.wait_tensor(flat)  # else what is returned would still be asynchronous
+        flat = torch.cat([leaves[i].reshape(-1) for i in at])
+        for group in (data_mesh(mesh), *([mesh["pp"]] if "pp" in (mesh.mesh_dim_names or ()) else [])):
+            # Waited for, else what is returned would still be asynchronous.
+            flat = fc.wait_tensor(fc.all_reduce(flat, "sum", group))
         for i, part in zip(at, flat.split([leaves[i].numel() for i in at]), strict=True):
             leaves[i] = part.view(leaves[i].shape)
     return tree_unflatten(leaves, spec)

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from tensordict import TensorDict
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moekit.config import ModelConfig, Stage
-from moekit.mesh import from_shard, shard_of
+from moekit.mesh import ends_mesh, from_shard, shard_of
 from moekit.tree import map_named, nested
 
 
@@ -68,6 +69,7 @@ def init_params(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
+    stages: Sequence[Stage] | None = None,
     mesh: DeviceMesh | None = None,
 ) -> TensorDict:
     """Draw the parameters of a model: normal with ``config.init_std``, norms at one.
@@ -85,8 +87,10 @@ def init_params(
         bfloat16, float32 or float64, of every parameter but the routers, which are float32 at least.
     device : str or torch.device, optional
         Where to put them; by default the device of ``mesh``, else the CPU. ``"meta"`` draws nothing.
+    stages : sequence of Stage, optional
+        Draw only the parameters of these, those of this rank of a pipeline.
     mesh : DeviceMesh, optional
-        Axes (edp, ep). Not collective beyond making the flattened mesh once.
+        Axes (edp, ep), or (pp, edp, ep). Not collective beyond making the flattened meshes once.
 
     Returns
     -------
@@ -103,15 +107,19 @@ def init_params(
         raise ValueError(f"init_params needs bfloat16, float32 or float64, got {dtype}")
     device = torch.device(device or (mesh.device_type if mesh is not None else "cpu"))
     params = {}
-    for name, shape in param_shapes(config).items():
-        local, offset = shard_of(name, shape, mesh)
+    meshes = {"embedding": mesh}
+    if config.tied_head and mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
+        meshes["embedding"] = ends_mesh(mesh)  # made by every rank, also by those that do not hold it
+    for name, shape in param_shapes(config, *(stages or ())).items():
+        on = meshes.get(name, mesh)
+        local, offset = shard_of(name, shape, on)
         values = torch.empty(local, dtype=param_dtype(name, dtype), device=device)
         if len(shape) == 1:  # every vector is the gain of an RMSNorm
             values.fill_(1.0)
         elif device.type != "meta":
             for row in range(local[0]):
                 values[row] = draw_slab(seed, name, offset[0] + row, local[1:]).mul_(config.init_std)
-        params[name] = from_shard(name, values, shape, mesh)
+        params[name] = from_shard(name, values, shape, on)
     return nested(params)
 
 

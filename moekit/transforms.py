@@ -1,7 +1,7 @@
 """Transforms: each takes a function and returns a function of the same shape."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -50,25 +50,15 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
     """
 
     def run(params: TensorDict, *args: Any, on_grad: OnGrad | None = None, **kwargs: Any):
-        leaves: dict[str, Tensor] = {}
         grads: dict[str, Tensor | None] = {}
 
-        def ready(name: str, leaf: Tensor) -> None:
-            grad, leaf.grad = leaf.grad, None
-            assert grad is not None
+        def ready(name: str, grad: Tensor) -> None:
             grads[name] = grad if on_grad is None else on_grad(name, grad)
 
-        def fresh(name: str, p: Tensor) -> Tensor:
-            if not p.is_floating_point():
-                raise TypeError(f"value_and_grad needs floating-point parameters, got {p.dtype} for {name}")
-            leaf = p.detach().requires_grad_()  # an alias: the caller's tensor gets no grad and no hook
-            leaf.register_hook(functools.partial(_strided_like, p))
-            leaf.register_post_accumulate_grad_hook(functools.partial(ready, name))
-            leaves[name] = leaf
-            return leaf
-
+        fresh = differentiable("value_and_grad", params, ready)
+        leaves = named(fresh)
         with torch.enable_grad():
-            out = loss_fn(map_named(fresh, params), *args, **kwargs)
+            out = loss_fn(fresh, *args, **kwargs)
             if has_aux and not (isinstance(out, tuple) and len(out) == 2):
                 raise ValueError(
                     "value_and_grad(has_aux=True) needs loss_fn to return (loss, aux), "
@@ -83,10 +73,7 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
             )
         if loss.requires_grad:
             torch.autograd.backward(loss, inputs=list(leaves.values()))
-        if missing := [name for name in leaves if name not in grads]:
-            raise ValueError(
-                f"value_and_grad needs every parameter in the loss, no gradient reached {', '.join(missing)}"
-            )
+        check_reached("value_and_grad", leaves, grads)
         tree = nested({name: grads[name] for name in leaves if grads[name] is not None})
         loss = loss.detach()
         if has_aux:
@@ -132,43 +119,15 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
         raise ValueError(f"accumulate needs n_microbatches >= 1, got {n_microbatches}")
 
     def run(params: TensorDict, batch: Any, *, into: TensorDict | None = None, **kwargs: Any):
-        sums: dict[str, Tensor] = {}
-        buffers: dict[str, Any] = {} if into is None else named(into)
-        if unknown := buffers.keys() - named(params).keys():
-            raise ValueError(f"accumulate needs buffers of parameters, got {sorted(unknown)} in into")
-        in_flight: list[tuple[str, Tensor]] = []  # at most one
-
-        def ready(name: str, grad: Tensor) -> None:
-            if on_grad is None:
-                return add(name, grad)
-            new = on_grad(name, grad)
-            land()  # the one before, now that this one's collective is on its way
-            if new is not None:
-                in_flight.append((name, new))
-
-        def land() -> None:
-            while in_flight:
-                add(*in_flight.pop())
-
-        def add(name: str, new: Tensor) -> None:
-            if name in sums:
-                held(sums[name]).add_(held(new))
-            elif name in buffers:
-                sums[name] = _checked_buffer(name, buffers[name], new)
-                held(sums[name]).copy_(held(new))
-            else:
-                sums[name] = at_least_float32(new)
-
+        sums = GradientSums("accumulate", params, on_grad, into)
         total = spec = None
         for part in split_batch(batch, n_microbatches):
-            value, _ = grad_fn(params, part, on_grad=ready, **kwargs)
-            land()
+            value, _ = grad_fn(params, part, on_grad=sums.add, **kwargs)
+            sums.land()
             leaves, spec = summands("accumulate", value)
             total = leaves if total is None else [x + y for x, y in zip(total, leaves, strict=True)]
         assert total is not None and spec is not None  # there is a micro-batch
-        return tree_unflatten(total, spec), nested(
-            {name: sums[name] for name in named(params) if name in sums}
-        )
+        return tree_unflatten(total, spec), sums.tree()
 
     return run
 
@@ -277,20 +236,89 @@ def _checkpointed(fn: Callable) -> Callable:
     return run
 
 
-def _checked_buffer(name: str, buffer: Tensor, grad: Tensor) -> Tensor:
-    dtype = torch.promote_types(grad.dtype, torch.float32)
-    if buffer.dtype != dtype or held(buffer).shape != held(grad).shape:
-        raise ValueError(
-            f"accumulate needs a {dtype} buffer {tuple(grad.shape)} for {name}, "
-            f"got {buffer.dtype} {tuple(buffer.shape)}; pass what an earlier call returned"
-        )
-    here, there = (x.placements if isinstance(x, DTensor) else None for x in (buffer, grad))
-    if here != there:
-        raise ValueError(
-            f"accumulate needs a buffer placed {there} as the gradient of {name}, got {here}; "
-            "pass what an earlier call returned, before data_parallel"
-        )
-    return buffer
+def differentiable(who: str, params: TensorDict, ready: Callable[[str, Tensor], Any]) -> TensorDict:
+    """Return aliases of parameters to differentiate; ``ready(name, grad)`` gets each complete gradient.
+
+    It runs during backward. The caller's tensors get no ``.grad`` and no hook.
+    """
+
+    def hand_over(name: str, leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        ready(name, grad)
+
+    def fresh(name: str, p: Tensor) -> Tensor:
+        if not p.is_floating_point():
+            raise TypeError(f"{who} needs floating-point parameters, got {p.dtype} for {name}")
+        leaf = p.detach().requires_grad_()
+        leaf.register_hook(functools.partial(_strided_like, p))
+        leaf.register_post_accumulate_grad_hook(functools.partial(hand_over, name))
+        return leaf
+
+    return map_named(fresh, params)
+
+
+def check_reached(who: str, params: Iterable[str], reached: Container[str]) -> None:
+    """Raise for parameters that no gradient has reached."""
+    if missing := [name for name in params if name not in reached]:
+        raise ValueError(f"{who} needs every parameter in the loss, no gradient reached {', '.join(missing)}")
+
+
+class GradientSums:
+    """Gradients of micro-batches, added during backward to float32 buffers (float64 for float64)."""
+
+    def __init__(self, who: str, params: TensorDict, on_grad: OnGrad | None, into: TensorDict | None):
+        self.who, self.names, self.on_grad = who, list(named(params)), on_grad
+        self.reached: set[str] = set()
+        self._sums: dict[str, Tensor] = {}
+        self._buffers: dict[str, Any] = {} if into is None else named(into)
+        self._in_flight: list[tuple[str, Tensor]] = []  # at most one
+        if unknown := self._buffers.keys() - set(self.names):
+            raise ValueError(f"{who} needs buffers of parameters, got {sorted(unknown)} in into")
+
+    def add(self, name: str, grad: Tensor) -> None:
+        """Add what ``on_grad`` makes of a gradient, one call later, so that its collective goes on."""
+        self.reached.add(name)
+        if self.on_grad is None:
+            return self._add(name, grad)
+        new = self.on_grad(name, grad)
+        self.land()  # the one before, now that this one's collective is on its way
+        if new is not None:
+            self._in_flight.append((name, new))
+
+    def land(self) -> None:
+        """Add what is in flight."""
+        while self._in_flight:
+            self._add(*self._in_flight.pop())
+
+    def tree(self) -> TensorDict:
+        """Return the sums, in the order of the parameters."""
+        self.land()
+        return nested({name: self._sums[name] for name in self.names if name in self._sums})
+
+    def _add(self, name: str, new: Tensor) -> None:
+        if name in self._sums:
+            held(self._sums[name]).add_(held(new))
+        elif name in self._buffers:
+            self._sums[name] = self._checked_buffer(name, new)
+            held(self._sums[name]).copy_(held(new))
+        else:
+            self._sums[name] = at_least_float32(new)
+
+    def _checked_buffer(self, name: str, grad: Tensor) -> Tensor:
+        buffer, dtype = self._buffers[name], torch.promote_types(grad.dtype, torch.float32)
+        if buffer.dtype != dtype or held(buffer).shape != held(grad).shape:
+            raise ValueError(
+                f"{self.who} needs a {dtype} buffer {tuple(grad.shape)} for {name}, "
+                f"got {buffer.dtype} {tuple(buffer.shape)}; pass what an earlier call returned"
+            )
+        here, there = (x.placements if isinstance(x, DTensor) else None for x in (buffer, grad))
+        if here != there:
+            raise ValueError(
+                f"{self.who} needs a buffer placed {there} as the gradient of {name}, got {here}; "
+                "pass what an earlier call returned, before data_parallel"
+            )
+        return buffer
 
 
 def _strided_like(p: Tensor, grad: Tensor) -> Tensor:

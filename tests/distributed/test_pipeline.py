@@ -1,0 +1,236 @@
+"""Stages on different ranks give the loss, the statistics and every gradient of one process."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from reference import refuses
+from torch.distributed.tensor import DTensor
+
+import moekit as mk
+from moekit import checkpoint, schedules
+from moekit.plan import split_layers
+from moekit.testing import ranks
+from moekit.tree import named
+
+from .tiny import BATCH, model, rows_of
+
+SCHEDULES = {
+    "gpipe": (schedules.gpipe, 1),
+    "1f1b": (schedules.one_f_one_b, 1),
+    "interleaved": (schedules.interleaved, 2),
+}
+
+
+def setup(config, name, *, pp, edp, ep, n_microbatches, recompute="none", mesh=None):
+    """Return mesh, this rank's parameters and the function that gives its gradients."""
+    make, n_per_rank = SCHEDULES[name]
+    schedule = make(pp, n_microbatches)
+    stages = split_layers(config, pp * n_per_rank)
+    mesh = mk.make_mesh(pp=pp, edp=edp, ep=ep, device="cpu") if pp * edp * ep > 1 else None
+    rank = mesh["pp"].get_local_rank() if mesh is not None and pp > 1 else 0
+    inner = None if mesh is None else mesh["edp", "ep"]
+    block = mk.remat(mk.model.transformer_block, recompute)
+    functions = [
+        partial(mk.model.stage_loss, config=config, stage=stage, mesh=inner, block=block) for stage in stages
+    ]
+    mine = [stages[i] for i in schedule.stages_of(rank)]
+    params = mk.init_params(config, dtype=torch.float64, stages=mine, mesh=mesh)
+    grad_fn = mk.pipeline(
+        functions,
+        schedule=schedule,
+        boundary=lambda part: torch.empty(*part.tokens.shape, config.d_model, dtype=torch.float64),
+        mesh=mesh["pp"] if pp > 1 else None,
+    )
+    return mesh, params, mk.data_parallel(grad_fn, mesh=mesh)
+
+
+def on_rank(config, name, layout, **options):
+    mesh, params, grad_fn = setup(config, name, **layout)
+    rank, n = mk.mesh.data_rank(mesh)
+    size = len(BATCH.tokens) // n
+    (loss, stats), grads = grad_fn(params, rows_of(BATCH, rank * size, (rank + 1) * size), **options)
+    full = {k: g.full_tensor() if isinstance(g, DTensor) else g for k, g in named(grads).items()}
+    return loss, stats, full
+
+
+def check(config, name, layout, **options):
+    loss = partial(mk.next_token_loss, config=config)
+    params = mk.init_params(config, dtype=torch.float64)
+    n = layout["pp"] * layout["edp"] * layout["ep"]
+    (want, want_stats), want_grads = mk.value_and_grad(loss, has_aux=True)(params, BATCH, **options)
+    results = ranks(n)(on_rank, config, name, layout, **options) if n > 1 else [on_rank(config, name, layout)]
+    seen = set()
+    for got, stats, grads in results:
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+        assert torch.equal(stats["counts"], want_stats["counts"]) and stats["n_targets"] == BATCH.n_targets
+        for key in want_stats:
+            torch.testing.assert_close(stats[key], want_stats[key], rtol=1e-12, atol=0)
+        for key, grad in grads.items():
+            wanted = named(want_grads)[key]
+            assert (grad - wanted).abs().max() <= 1e-10 * wanted.abs().max(), key
+        seen |= grads.keys()
+    assert seen == named(params).keys()
+
+
+LAYOUTS = [
+    dict(pp=pp, edp=edp, ep=ep, n_microbatches=n, recompute=recompute)
+    for pp, edp, ep, n, recompute in [
+        (2, 1, 1, 4, "none"),
+        (2, 2, 2, 2, "block"),
+        (4, 1, 2, 4, "none"),
+        (2, 1, 4, 4, "none"),
+    ]
+]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "-".join(map(str, x.values())))
+def test_every_schedule_has_the_gradients_of_one_process(name, layout):
+    config, _ = model(n_layers=8)  # the first is dense: a stage without experts, where a stage is a layer
+    check(config, name, layout)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
+def test_a_tied_embedding_and_biases_are_right(name):
+    config, _ = model(n_layers=4, tied_head=True, normalize_embedding=True)
+    biases = torch.linspace(-0.4, 0.4, 24, dtype=torch.float64).view(3, 8)
+    check(config, name, dict(pp=2, edp=1, ep=2, n_microbatches=2), biases=biases)
+
+
+def test_several_stages_on_one_process_need_no_mesh():
+    config, _ = model(n_layers=4, tied_head=True)
+    check(config, "interleaved", dict(pp=1, edp=1, ep=1, n_microbatches=4))
+
+
+# --- Steps, checkpoints, mistakes -----------------------------------------------------
+
+
+def optimizer_of(mesh):
+    return mk.shard_optimizer(
+        mk.chain(mk.clip_by_global_norm(0.5, mesh=mesh), mk.adamw(1e-2, weight_decay=0.1)), mesh=mesh
+    )
+
+
+def steps(config, layout, n_steps, folder=None, save_at=None):
+    """Train on one batch; return the full parameters of this rank after each step and the norms."""
+    pp, edp, ep = (layout.get(axis, 1) for axis in ("pp", "edp", "ep"))
+    if pp > 1:
+        name = "interleaved" if config.n_layers >= 2 * pp else "1f1b"
+        mesh, params, _ = setup(config, name, pp=pp, edp=edp, ep=ep, n_microbatches=2)
+    else:
+        mesh = mk.make_mesh(edp=edp, ep=ep, device="cpu") if edp * ep > 1 else None
+        params = mk.init_params(config, dtype=torch.float64, mesh=mesh)
+    optimizer = optimizer_of(mesh)
+    state = optimizer.init(params)
+    if folder and save_at is None:
+        checkpoint.load(folder, dict(params=params, state=state), mesh=mesh)
+    if pp > 1:
+        grad_fn = gradients_of(config, name, pp, mesh, optimizer)
+    else:
+        loss = partial(mk.next_token_loss, config=config, mesh=mesh)
+        grad_fn = mk.accumulate(mk.value_and_grad(loss, has_aux=True), 2)
+    rank, n = mk.mesh.data_rank(mesh)
+    size = len(BATCH.tokens) // n
+    norms = []
+    for step in range(n_steps):
+        _, grads = grad_fn(params, rows_of(BATCH, rank * size, (rank + 1) * size))
+        params, state = optimizer.update(grads, state, params)
+        norms.append(state["inner", "0", "norm"].item())
+        if step + 1 == save_at:
+            checkpoint.save(folder, dict(params=params, state=state), mesh=mesh)
+    return norms, {k: p.full_tensor() if isinstance(p, DTensor) else p for k, p in named(params).items()}
+
+
+def gradients_of(config, name, pp, mesh, optimizer):
+    """Return the gradients before they are summed over ranks, for the sharded optimizer."""
+    make, n_per_rank = SCHEDULES[name]
+    stages = split_layers(config, pp * n_per_rank)
+    functions = [
+        partial(mk.model.stage_loss, config=config, stage=stage, mesh=mesh["edp", "ep"]) for stage in stages
+    ]
+    boundary = partial(empty, d=config.d_model)
+    return mk.pipeline(
+        functions, schedule=make(pp, 2), boundary=boundary, on_grad=optimizer.on_grad, mesh=mesh["pp"]
+    )
+
+
+def empty(part, d):
+    return torch.empty(*part.tokens.shape, d, dtype=torch.float64)
+
+
+def merged(results):
+    """Return the norms, which all ranks agree on, and the parameters of all stages, which copies agree on."""
+    whole = {}
+    for norms, params in results:
+        assert norms == results[0][0]
+        for key, p in params.items():
+            assert torch.equal(whole.setdefault(key, p), p), key
+    return results[0][0], whole
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_steps_of_the_sharded_optimizer_equal_those_of_one_process(tied):
+    config, _ = model(n_layers=4, tied_head=tied)
+    want_norms, want = steps(config, {}, 4)
+    norms, got = merged(ranks(8)(steps, config, dict(pp=2, edp=2, ep=2), 4))
+    assert max(abs(a - b) for a, b in zip(norms, want_norms, strict=True)) <= 1e-10
+    assert min(want_norms) > 0.5  # it clips
+    assert got.keys() == want.keys()
+    for key in want:
+        torch.testing.assert_close(got[key], want[key], rtol=1e-8, atol=1e-10)
+
+
+def test_a_checkpoint_of_four_stages_continues_on_four_ranks_of_experts_and_back(tmp_path):
+    config, _ = model(n_layers=4)
+    _, want = steps(config, {}, 4)
+    pp, ep = dict(pp=4), dict(ep=4)
+    for i, (first, second) in enumerate([(pp, ep), (ep, pp), (pp, {})]):
+        ranks(4)(steps, config, first, 2, folder=str(tmp_path / f"{i}"), save_at=2)
+        results = (
+            ranks(4)(steps, config, second, 2, folder=str(tmp_path / f"{i}"))
+            if second
+            else [steps(config, {}, 2, folder=str(tmp_path / f"{i}"))]
+        )
+        _, got = merged(results)
+        assert got.keys() == want.keys()
+        for key in want:
+            torch.testing.assert_close(got[key], want[key], rtol=1e-8, atol=1e-10)
+
+
+def one_process(config, stages, **changes):
+    functions = [partial(mk.model.stage_loss, config=config, stage=stage) for stage in stages]
+    options = dict(schedule=schedules.interleaved(1, 4, len(stages)), boundary=partial(empty, d=8)) | changes
+    return mk.pipeline(options.pop("functions", functions), **options)
+
+
+def test_what_does_not_fit_is_refused():
+    config, params = model(n_layers=4)
+    stages = split_layers(config, 2)
+    with refuses("pipeline needs a schedule of its 1 ranks and 2 stages, got one of 2 ranks and 2 stages"):
+        one_process(config, stages, schedule=schedules.gpipe(2, 4))
+    with refuses(
+        "pipeline needs y of stage 0 to be ((4, 6, 9), torch.float64), as boundary says, got ((4, 6, 8)"
+    ):
+        one_process(config, stages, boundary=partial(empty, d=9))(params, BATCH)
+    with refuses("split_batch needs n >= 1 that divides every leading dimension, got n=3"):
+        one_process(config, stages, schedule=schedules.interleaved(1, 3, 2))(params, BATCH)
+    wrong = [stages[0], replace(stages[1], layers=range(3, 4))]  # layer 2 is in no stage
+    with refuses("pipeline needs every parameter in the loss, no gradient reached layers.2.attention.qkv"):
+        one_process(config, wrong)(params, BATCH)
+    late = [replace(stages[0], embeds=False), stages[1]]
+    with refuses("forward needs x from the stage before exactly where the stage does not embed"):
+        one_process(config, late)(params, BATCH)
+    with refuses("split_layers needs 1 to 4 stages, one layer each at least, got 5"):
+        split_layers(config, 5)
+
+
+def test_a_stage_that_does_not_get_its_layers_turns_red():
+    config, _ = model(n_layers=4)
+    params = mk.init_params(config, dtype=torch.float64)
+    (want, _), _ = mk.value_and_grad(partial(mk.next_token_loss, config=config), has_aux=True)(params, BATCH)
+    stages = split_layers(config, 2)
+    twice = [stages[0], replace(stages[1], layers=range(stages[1].layers.start - 1, 4))]
+    (got, _), _ = one_process(config, twice)(params, BATCH)
+    assert abs(got - want) > 1e-3
