@@ -141,7 +141,8 @@ class _Rank:
         roots = [(root, grad) for root, grad in roots if root is not None and root.requires_grad]
         leaves = list(fresh.values(True, True)) + ([] if x is None else [x])
         if roots:
-            torch.autograd.backward(*map(list, zip(*roots, strict=True)), inputs=leaves)
+            tensors, grads = zip(*roots, strict=True)
+            torch.autograd.backward(tensors, grads, inputs=leaves)
         self.sums.land()
         if x is not None:
             if x.grad is None:

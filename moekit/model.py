@@ -294,16 +294,12 @@ def forward(
             f"forward needs biases ({config.n_moe_layers}, {config.n_experts}), got {tuple(biases.shape)}"
         )
     b, s = tokens.shape
-    if x is None:
-        _check_tokens("forward", tokens, config.vocab_size)
-        x = F.embedding(tokens, local(params["embedding"]))
-        if "embedding_norm" in params.keys():
-            x = rms_norm(x * config.d_model**0.5, params["embedding_norm"], config.norm_eps)
-    rope = rope_table(s, config=config, like=x)
+    hidden = _embed(params, tokens, config) if x is None else x
+    rope = rope_table(s, config=config, like=hidden)
     if sample_ids is None:
         sample_ids = torch.arange(b, device=tokens.device)
     token_ids = (sample_ids[:, None] * s + torch.arange(s, device=tokens.device)).flatten()
-    mask = None if documents is None else document_mask(documents, dtype=x.dtype)
+    mask = None if documents is None else document_mask(documents, dtype=hidden.dtype)
     routings = []
     for i in stage.layers:
         options: dict[str, Any] = {}
@@ -317,10 +313,22 @@ def forward(
                 kernels=kernels,
                 mesh=None if mesh is None else mesh["ep"],
             )
-        x, routing = block(params["layers"][str(i)], x, config=config, rope=rope, mask=mask, **options)
+        hidden, routing = block(
+            params["layers"][str(i)], hidden, config=config, rope=rope, mask=mask, **options
+        )
         if routing is not None:
             routings.append(routing)
-    return rms_norm(x, params["norm"], config.norm_eps) if stage.heads else x, routings
+    if stage.heads:
+        hidden = rms_norm(hidden, params["norm"], config.norm_eps)
+    return hidden, routings
+
+
+def _embed(params: Params, tokens: Tensor, config: ModelConfig) -> Tensor:
+    _check_tokens("forward", tokens, config.vocab_size)
+    x = F.embedding(tokens, local(params["embedding"]))
+    if "embedding_norm" not in params.keys():
+        return x
+    return rms_norm(x * config.d_model**0.5, params["embedding_norm"], config.norm_eps)
 
 
 def head_weight(params: Params) -> Float[Tensor, "d v"]:

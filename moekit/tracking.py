@@ -193,7 +193,7 @@ class Progress:
         figures = {name: x.item() if isinstance(x, Tensor) else x for name, x in figures.items()}
         self.run.log(figures | load_figures(stats["counts"], first_layer=first_layer), step=self.step)
         self.write(f"loss {loss:.6f}")
-        self._bar.set_postfix(loss=f"{loss:.3f}", **shown)
+        self._bar.set_postfix({"loss": f"{loss:.3f}"} | shown)
         self._since, self._began = self.step, time.perf_counter()
 
     @contextlib.contextmanager

@@ -101,7 +101,7 @@ def train_step(params, state, biases, batch):
 @torch.no_grad()
 def bits_per_byte(samples):
     """Return the mean loss over the targets of all samples, in bits."""
-    nats = n_targets = 0
+    nats = n_targets = torch.zeros((), device=device)
     for batch in data.Loader(samples, 64, shuffle=False, epochs=1, uneven=True, mesh=mesh):
         batch = mk.count_tokens(batch.to(device), mesh=mesh)
         stats = mk.mesh.sum_over_ranks(loss_fn(params, batch, biases=biases)[1], mesh=mesh)
