@@ -204,3 +204,27 @@ def preset(name: str, **changes) -> ModelConfig:
     if name not in PRESETS:
         raise ValueError(f"preset needs one of {sorted(PRESETS)}, got {name!r}")
     return replace(PRESETS[name], **changes)
+
+
+def toy(config: ModelConfig, *, n_layers: int = 8, n_experts: int = 8) -> ModelConfig:
+    """Return a model of the same kind, norms, routing and dense layers, whose widths fit a laptop.
+
+    >>> toy(preset("ultra-128")).d_model
+    64
+    """
+    return replace(
+        config,
+        vocab_size=512,
+        d_model=64,
+        n_layers=n_layers,
+        n_dense_layers=min(config.n_dense_layers, n_layers),
+        n_heads=4,
+        n_kv_heads=max(4 * config.n_kv_heads // config.n_heads, 1),
+        d_head=16,
+        n_experts=n_experts,
+        top_k=min(config.top_k, n_experts),
+        d_dense=320,
+        d_expert=64,
+        d_shared=64 if config.d_shared else 0,
+        init_std=0.06,
+    )

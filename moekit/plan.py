@@ -5,12 +5,37 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import tyro
 
 from moekit.config import ModelConfig, Stage, preset
 from moekit.params import param_shapes
+
+
+class Gpu(NamedTuple):
+    """What a device has, from its data sheet."""
+
+    memory: float  # bytes
+    flops: float  # dense bfloat16 FLOP/s
+
+
+GPUS = {
+    "h100": Gpu(80e9, 989.4e12),
+    "h200": Gpu(141e9, 989.4e12),
+    "b200": Gpu(180e9, 2250e12),
+    "b300": Gpu(288e9, 2250e12),
+}
+"""GPUs by name."""
+
+
+def gpu_named(name: str) -> Gpu | None:
+    """Return the GPU that a device's name tells, e.g. ``torch.cuda.get_device_name()``, if it is known.
+
+    >>> gpu_named("NVIDIA H200").memory
+    141000000000.0
+    """
+    return next((gpu for key, gpu in GPUS.items() if key in name.lower()), None)
 
 
 def count_params(config: ModelConfig) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import wandb
 import wandb.errors
 from jaxtyping import Int
@@ -110,7 +111,9 @@ class Progress:
     tokens_per_step : int
         Of the global batch.
     token : str
-        What a token is, in the bar, e.g. ``"byte"``.
+        What a token is, for printing, e.g. ``"byte"``.
+    peak_flops : float, optional
+        FLOP/s of a rank's device, for the model FLOPs utilisation.
     rank : int
         This process's place among the ranks; 0 prints.
 
@@ -137,12 +140,13 @@ class Progress:
         every: int = 10,
         tokens_per_step: int,
         token: str = "token",
+        peak_flops: float | None = None,
         rank: int = 0,
     ):
         if every < 1:
             raise ValueError(f"Progress needs every >= 1, got {every}")
         self.run, self.n_steps, self.every, self.rank = run, n_steps, every, rank
-        self.tokens_per_step, self.token = tokens_per_step, token
+        self.tokens_per_step, self.token, self.peak_flops = tokens_per_step, token, peak_flops
         self.step = self._since = start
         self._began = 0.0
 
@@ -176,7 +180,7 @@ class Progress:
         first_layer : int
             As for :func:`load_figures`.
         flops_per_token : float
-            Of one rank, for ``tflops_per_rank``.
+            Of one rank (the model's, divided by the number of ranks), for ``tflops_per_rank``.
         **figures
             More 0-d tensors or numbers to log.
         """
@@ -185,15 +189,27 @@ class Progress:
         loss = stats["cross_entropy"].item()
         seconds = time.perf_counter() - self._began
         rate = (self.step - self._since) * self.tokens_per_step / seconds
-        shown = {f"bits/{self.token}": f"{loss / math.log(2):.3f}", f"{self.token}s/s": f"{rate:.0f}"}
         figures |= {"loss": loss, "tokens_per_second": rate}
+        speed = f"{rate:,.0f} {self.token}s/s"
         if flops_per_token:
-            figures["tflops_per_rank"] = rate * flops_per_token / 1e12
-            shown["TFLOP/s/rank"] = f"{figures['tflops_per_rank']:.1f}"
+            flops = rate * flops_per_token
+            figures["tflops_per_rank"] = flops / 1e12
+            speed += f"  {flops / 1e12:.1f} TFLOP/s a rank"
+            if self.peak_flops:
+                figures["mfu"] = flops / self.peak_flops
+                speed += f"  MFU {figures['mfu']:.1%}"
+        if torch.cuda.is_available():
+            memory = torch.cuda.memory_stats()
+            for kind in ("active", "reserved"):
+                figures[f"peak_{kind}_gib"] = memory[f"{kind}_bytes.all.peak"] / 2**30
+            speed += "  peak {peak_active_gib:.1f} GiB active, {peak_reserved_gib:.1f} reserved".format(
+                **figures
+            )
         figures = {name: x.item() if isinstance(x, Tensor) else x for name, x in figures.items()}
         self.run.log(figures | load_figures(stats["counts"], first_layer=first_layer), step=self.step)
-        self.write(f"loss {loss:.6f}")
-        self._bar.set_postfix({"loss": f"{loss:.3f}"} | shown)
+        self.write(f"loss {loss:.6f}  {speed}")
+        bits = {f"bits/{self.token}": f"{loss / math.log(2):.3f}"}
+        self._bar.set_postfix({"loss": f"{loss:.3f}"} | bits | {f"{self.token}s/s": f"{rate:.0f}"})
         self._since, self._began = self.step, time.perf_counter()
 
     @contextlib.contextmanager

@@ -123,20 +123,23 @@ def test_value_and_grad_keeps_the_labels():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        (dict(edp=2, ep=4), "got 1 * 2 * 4 on 4 ranks; start 8 ranks or choose pp and ep that divide 4"),
+        (
+            dict(edp=2, ep=4),
+            "got pp=1 * edp=2 * ep=4 on 4 ranks; start 8 ranks or choose pp and ep that divide 4",
+        ),
         (
             dict(ep=3),
-            "make_mesh needs pp * edp * ep to be the number of ranks, got 1 * 1 * 3 on 4 ranks",
+            "make_mesh needs pp * edp * ep to be the number of ranks, got pp=1 * edp=1 * ep=3 on 4 ranks",
         ),
         (
             dict(ep=0),
-            "make_mesh needs pp * edp * ep to be the number of ranks, got 1 * 4 * 0 on 4 ranks",
+            "make_mesh needs pp * edp * ep to be the number of ranks, got pp=1 * edp=4 * ep=0 on 4 ranks",
         ),
         (
             dict(edp=-1),
-            "make_mesh needs pp * edp * ep to be the number of ranks, got 1 * -1 * 1 on 4 ranks",
+            "make_mesh needs pp * edp * ep to be the number of ranks, got pp=1 * edp=-1 * ep=1 on 4 ranks",
         ),
-        (dict(pp=3), "got 3 * 1 * 1 on 4 ranks; start 3 ranks or choose pp and ep that divide 4"),
+        (dict(pp=3), "got pp=3 * edp=1 * ep=1 on 4 ranks; start 3 ranks or choose pp and ep that divide 4"),
         (dict(ep=4, n_experts=6), "make_mesh needs ep to divide n_experts, got n_experts=6, ep=4"),
     ],
 )
@@ -147,7 +150,7 @@ def test_a_mesh_that_does_not_fit_is_refused_before_any_group_is_made(of_torchru
 
 def test_a_process_alone_refuses_a_mesh_of_several_ranks(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with refuses("got 1 * 2 * 1 on 1 ranks; start 2 ranks"):
+    with refuses("got pp=1 * edp=2 * ep=1 on 1 ranks; start 2 ranks"):
         mk.make_mesh(edp=2)
 
 

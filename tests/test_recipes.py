@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -128,6 +129,26 @@ def test_train_moe_trains_a_preset_on_token_files_and_an_olmoe_on_text(tmp_path)
     assert got.keys() == want.keys() and all(abs(got[i] - want[i]) < 1e-4 for i in want)
     text = ["--text", texts(tmp_path / "text"), "--assignment", "random"]
     assert len(losses(run(*common, *text, "--folder", tmp_path / "three"))) == 4
+
+
+def torchrun(n, *command, **how):
+    return run("-m", "torch.distributed.run", "--nproc-per-node", n, *command, **how)
+
+
+def test_moe_47b_has_the_same_losses_on_ranks_of_experts(tmp_path):
+    common = ["recipes/moe_47b.py", "--toy", "--n-steps", 3, "--batch-size", 4, "--log-every", 1]
+    want = losses(run(*common, "--folder", tmp_path / "one"))
+    got = losses(torchrun(2, *common, "--ep", 2, "--n-microbatches", 2, "--folder", tmp_path / "two"))
+    assert len(want) == 3 and all(abs(got[step] - want[step]) < 1e-4 for step in want)
+
+
+def test_moe_1t2_trains_in_a_pipeline_and_continues_with_the_same_losses(tmp_path):
+    common = ["recipes/moe_1t2.py", "--toy", "--save-every", 3, "--folder", tmp_path]
+    whole = losses(torchrun(8, *common))
+    assert whole.keys() == {1, 2, 3, 4, 5} and whole[5] < whole[1] - 0.1
+    shutil.rmtree(tmp_path / "step-000005")
+    rest = losses(torchrun(8, *common, "--resume"))
+    assert rest == {step: loss for step, loss in whole.items() if step > 3}
 
 
 # --- Training that is killed ----------------------------------------------------------

@@ -75,7 +75,7 @@ def test_progress_counts_on_from_a_step_and_logs_those_that_are_due_and_the_last
     now = [100.0]
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: now[0])
     records = Records()
-    progress = tracking.Progress(records, 8, start=3, every=2, tokens_per_step=10)
+    progress = tracking.Progress(records, 8, start=3, every=2, tokens_per_step=10, peak_flops=1e13)
     stats = {"cross_entropy": torch.tensor(2.0), "counts": torch.tensor([[3, 1]])}
     seen = []
     for step in progress:
@@ -90,7 +90,9 @@ def test_progress_counts_on_from_a_step_and_logs_those_that_are_due_and_the_last
     for _, figures in records:
         assert figures["loss"] == 2.0 and figures["grad_norm"] == 0.5 and figures["load/layer_0_max"] == 1.5
         assert figures["tokens_per_second"] == 5.0 and figures["tflops_per_rank"] == 5.0
-    assert capsys.readouterr().out.split("\n")[1] == "step     6  loss 2.000000"
+        assert figures["mfu"] == 0.5
+    line = capsys.readouterr().out.split("\n")[1]
+    assert line.startswith("step     6  loss 2.000000  5 tokens/s  5.0 TFLOP/s a rank  MFU 50.0%")
 
 
 def test_progress_refuses_lines_every_zero_steps_and_prints_on_rank_0_alone(capsys):

@@ -132,7 +132,7 @@ def test_an_expert_without_tokens_has_a_zero_gradient_even_where_a_whole_rank_ha
 @pytest.mark.parametrize(
     ("world", "options", "message"),
     [
-        (4, dict(edp=3, ep=2), r"edp=3 \* ep=2 on 4 ranks; start 6 ranks or choose an ep that divides 4"),
+        (4, dict(edp=3, ep=2), r"edp=3 \* ep=2 on 4 ranks; start 6 ranks or choose pp and ep that divide 4"),
         (4, dict(ep=3), r"edp=1 \* ep=3 on 4 ranks"),
         (4, dict(edp=2, ep=1), r"edp=2 \* ep=1 on 4 ranks"),
         (4, dict(edp=4, ep=0), r"edp=4 \* ep=0 on 4 ranks"),
