@@ -112,21 +112,21 @@ def check_length(who: str, n: int, mesh: DeviceMesh) -> None:
 
 def check_split(who: str, batch: Batch, mesh: DeviceMesh | None) -> None:
     """Refuse a batch that is not split over this context."""
-    if batch.positions is None and mesh is not None:
-        raise ValueError(
-            f"{who} needs a batch that is split over its context of {mesh.size()} ranks, got whole rows; "
-            "pass context to the Loader, or use moekit.context.split_context"
-        )
-    if batch.positions is None:
+    at = batch.positions
+    if at is None:
+        if mesh is not None:
+            raise ValueError(
+                f"{who} needs a batch that is split over its context of {mesh.size()} ranks, got whole rows; "
+                "pass context to the Loader, or use moekit.context.split_context"
+            )
         return
     if mesh is None:
         raise ValueError(f"{who} needs the context that this batch is split over, got None; pass context=")
-    s = batch.tokens.shape[1]
     check_values(
-        (batch.positions == positions_of(s, device=batch.positions.device, mesh=mesh)).all(),
+        (at == positions_of(at.shape[1], device=at.device, mesh=mesh)).all(),
         who,
-        f"the positions that this rank holds in a context of {mesh.size()}",
-        lambda: f"{batch.positions[0].tolist()}; split the batch over this context",  # pyright: ignore
+        f"the positions of rank {mesh.get_local_rank()} in a context of {mesh.size()}",
+        lambda: f"{at[0].tolist()}; split the batch over this context",
     )
 
 
@@ -184,7 +184,8 @@ def attend_over_heads(
     k, v = (repeat(z, "b m s h -> b (m copies) s h", copies=copies) for z in (k, v))
     by_rank = [rearrange(z, "b (rank n) s h -> rank b n s h", rank=cp) for z in (q, k, v)]
     whole = _join(_exchange(torch.cat(by_rank, 2), mesh), -2)
-    out = attend(*whole.split([z.shape[2] for z in by_rank], 1), mask)
+    q, k, v = whole.split([z.shape[2] for z in by_rank], 1)
+    out = attend(q, k, v, mask)
     return rearrange(_exchange(_cut(out, cp, -2), mesh), "rank b n s h -> b (rank n) s h")
 
 
