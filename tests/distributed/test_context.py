@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from pages import blocks
 from reference import as_rank, draw, refuses
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._pytree import tree_map_only
@@ -254,6 +255,30 @@ def test_the_loaders_of_a_context_give_parts_of_the_same_rows():
 
     first, same, second, again = ranks(4)(parts)
     assert first == same != second == again
+
+
+def test_the_lines_of_the_documentation_are_a_loss_over_a_context():
+    (lines,) = blocks("concepts.md")
+    config, params = model(max_seq_len=8)
+
+    def run(ep):
+        mesh = mk.make_mesh(ep=ep, device="cpu") if ep > 1 else None
+        placed = mk.mesh.distribute(params, mesh)
+        names = dict(mk=mk, Loader=Loader, samples=samples(8), config=config, params=placed, mesh=mesh)
+        exec(lines if ep > 1 else lines.replace("(mesh, 2)", "(mesh, 1)"), names)
+        return mk.mesh.sum_over_ranks(names["loss"].detach(), mesh=mesh).item()
+
+    want = run(1)
+    assert all(math.isclose(got, want, rel_tol=1e-10) for got in ranks(4)(run, 4))
+
+
+def test_a_context_stays_within_a_pipeline_stage():
+    def look(_):
+        mesh = mk.make_mesh(pp=2, edp=1, ep=4, device="cpu")
+        meshes = [context_mesh(on, 2) for on in (mesh, mesh["edp", "ep"])]
+        return [(sorted(mk.mesh.ranks_of(c)), data_rank(mesh, c)) for c in meshes]
+
+    assert as_rank(look, rank=6, edp=2, ep=4) == 2 * [([6, 7], (1, 2))]
 
 
 # --- Bad input ------------------------------------------------------------------------
