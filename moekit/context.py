@@ -110,22 +110,24 @@ def check_length(who: str, n: int, mesh: DeviceMesh) -> None:
         )
 
 
-def check_split(who: str, batch: Batch, mesh: DeviceMesh | None) -> None:
-    """Refuse a batch that is not split over this context."""
+def check_split(who: str, batch: Batch, context: DeviceMesh | None, mesh: DeviceMesh | None) -> None:
+    """Refuse a batch that is not split over this context, and a context without its mesh."""
     at = batch.positions
+    if context is not None and mesh is None:
+        raise ValueError(f"{who} needs the mesh of its context, got None; pass mesh=, over which to sum")
     if at is None:
-        if mesh is not None:
+        if context is not None:
             raise ValueError(
-                f"{who} needs a batch that is split over its context of {mesh.size()} ranks, got whole rows; "
-                "pass context to the Loader, or use moekit.context.split_context"
+                f"{who} needs a batch that is split over its context of {context.size()} ranks, "
+                "got whole rows; pass context to the Loader, or use moekit.context.split_context"
             )
         return
-    if mesh is None:
+    if context is None:
         raise ValueError(f"{who} needs the context that this batch is split over, got None; pass context=")
     check_values(
-        (at == positions_of(at.shape[1], device=at.device, mesh=mesh)).all(),
+        (at == positions_of(at.shape[1], device=at.device, mesh=context)).all(),
         who,
-        f"the positions of rank {mesh.get_local_rank()} in a context of {mesh.size()}",
+        f"the positions of rank {context.get_local_rank()} in a context of {context.size()}",
         lambda: f"{at[0].tolist()}; split the batch over this context",
     )
 

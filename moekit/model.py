@@ -412,7 +412,7 @@ def next_token_loss(
             "next_token_loss needs the totals of the global batch, got None; "
             "call batch = moekit.count_tokens(batch, mesh=mesh) first"
         )
-    check_split("next_token_loss", batch, context)
+    check_split("next_token_loss", batch, context, mesh)
     _check_tokens("next_token_loss", batch.targets, config.vocab_size)
     hidden, routings = forward(
         params,

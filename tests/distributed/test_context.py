@@ -323,6 +323,10 @@ REFUSED = [  # what is called with a context of 3 of 6 ranks and their mesh, the
         "next_token_loss needs the positions of rank 1 in a context of 2, got [8, 9, 10",
     ),
     (
+        lambda c, m: mk.next_token_loss(PARAMS, part(c), config=CONFIG, context=c),
+        "next_token_loss needs the mesh of its context, got None; pass mesh=",
+    ),
+    (
         lambda c, m: loss(part(c), c, m, attention_via="all_to_all"),
         "forward needs cp to divide n_heads for attention_via='all_to_all', got n_heads=4 and cp=3; "
         "take cp=2 or 3 or 6 heads, or attention_via='all_gather'",
