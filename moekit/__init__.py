@@ -6,6 +6,7 @@ The functions everyone comes for are here; the rest is in the submodules.
 from moekit import (
     balance as balance,
     batch as batch,
+    context as context,
     mesh as mesh,
     model as model,
     optim as optim,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moekit._route import Routing, count_experts
-from moekit.mesh import data_mesh
+from moekit.mesh import all_gather, data_mesh
 
 Population = Literal["document", "rank", "micro_batch", "batch"]
 
@@ -25,6 +25,7 @@ def load_balancing_loss(
     documents: Int[Tensor, " t"] | None = None,
     mask: Bool[Tensor, " t"] | None = None,
     n_tokens: int | Int[Tensor, ""] | None = None,
+    context: DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Float[Tensor, ""]:
     r"""Return this call's share of the load-balancing loss :math:`E \sum_i f_i P_i`.
@@ -34,7 +35,7 @@ def load_balancing_loss(
     Populations weigh as their tokens.
 
     Pure, differentiable in the scores. Collective over ``mesh`` for ``"micro_batch"`` and ``"batch"``: one
-    all-reduce of E counts.
+    all-reduce of E counts; over ``context`` for ``"document"``: one all-gather of the expert ids.
 
     Parameters
     ----------
@@ -47,11 +48,13 @@ def load_balancing_loss(
         definition. ``"batch"``: the global batch, which must not be accumulated: it is an error on the device
         when this call on all ranks does not hold ``n_tokens``.
     documents : Int[Tensor, " t"], optional
-        For ``"document"``: a number per document, in [0, t).
+        For ``"document"``: a number per document, in [0, t), or in [0, t * cp) with a context.
     mask : Bool[Tensor, " t"], optional
         False for padding, which then enters no count and no mean.
     n_tokens : int or Int[Tensor, ""], optional
         Tokens of the global batch that ``mask`` keeps; by default those of this call.
+    context : DeviceMesh, optional
+        From :func:`moekit.mesh.context_mesh`, whose ranks each hold t tokens of the same documents.
     mesh : DeviceMesh, optional
         Axes (edp, ep).
 
@@ -83,12 +86,14 @@ def load_balancing_loss(
     if population == "document":
         assert documents is not None
         of = documents.clamp_min(0)  # padding is masked, and may carry -1
-        torch._assert_async((of < len(p)).all(), "load_balancing_loss needs documents in [0, t)")
-        rows = keep[:, None].expand(-1, top_k).long()
-        counts = torch.zeros(len(p), n_experts, dtype=torch.int64, device=p.device)
-        counts.view(-1).scatter_add_(
-            0, (of[:, None] * n_experts + routing.expert_ids).flatten(), rows.flatten()
-        )
+        n_documents = len(p) * (1 if context is None else context.size())
+        torch._assert_async((of < n_documents).all(), "load_balancing_loss needs documents in [0, t)")
+        routed = torch.cat([of[:, None], keep[:, None], routing.expert_ids], 1)
+        if context is not None:  # far fewer numbers than the counts
+            routed = all_gather(routed, context).flatten(0, 1)
+        at, rows, ids = routed.split([1, 1, top_k], 1)
+        counts = torch.zeros(n_documents, n_experts, dtype=torch.int64, device=p.device)
+        counts.view(-1).scatter_add_(0, (at * n_experts + ids).flatten(), rows.expand(-1, top_k).flatten())
         routes = counts.sum(-1, keepdim=True).clamp_min(1)
         f = (counts.to(p.dtype) / routes)[of]
     else:

@@ -30,7 +30,8 @@ class Batch:
     ``targets[:, i]`` is the token after ``tokens[:, i]``; ``mask`` says which targets count. ``documents``
     numbers the document of each token within its row from 0, with -1 for padding. ``sample_ids`` says which
     samples of the corpus the rows are (-1: a row of padding). ``n_targets`` (True in ``mask``) and
-    ``n_tokens`` (not padding) are totals of the global batch, which `count_tokens` fills in.
+    ``n_tokens`` (not padding) are totals of the global batch, which `count_tokens` fills in. ``positions``
+    says which positions of its row these are, where `moekit.context.split_context` left a part of them.
     """
 
     tokens: Int[Tensor, "b s"]
@@ -40,6 +41,7 @@ class Batch:
     sample_ids: Int[Tensor, " b"]
     n_targets: Int[Tensor, ""] | None = None
     n_tokens: Int[Tensor, ""] | None = None
+    positions: Int[Tensor, "b s"] | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with every tensor on ``device``."""

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchdata import nodes
 
 from moekit.batch import Batch, make_batch
+from moekit.context import check_length, split_context
 from moekit.corpora import Corpus
 from moekit.mesh import data_rank
 
@@ -97,10 +98,17 @@ class _Rows(nodes.BaseNode[Batch]):
     """The batches of one rank, made when asked for; the state is a place in the endless stream of samples."""
 
     def __init__(
-        self, samples: Samples, batch_size: int, rows: slice, epochs: int | None, seed: int, shuffle: bool
+        self,
+        samples: Samples,
+        batch_size: int,
+        rows: slice,
+        epochs: int | None,
+        seed: int,
+        shuffle: bool,
+        context: DeviceMesh | None,
     ):
         super().__init__()
-        self.samples, self.batch_size, self.rows = samples, batch_size, rows
+        self.samples, self.batch_size, self.rows, self.context = samples, batch_size, rows, context
         self.end = None if epochs is None else epochs * len(samples)
         self.order = lru_cache(maxsize=2)(
             lambda epoch: (
@@ -136,7 +144,8 @@ class _Rows(nodes.BaseNode[Batch]):
         self.position += self.batch_size
         rows = np.stack([self.samples.row(i) for i in [-1, *ids]])[1:]  # so that no rows are stacked, too
         tokens, documents = torch.from_numpy(rows).unbind(1)
-        return make_batch(tokens, documents, torch.tensor(ids, dtype=torch.int64))
+        batch = make_batch(tokens, documents, torch.tensor(ids, dtype=torch.int64))
+        return split_context(batch, mesh=self.context)
 
 
 class Loader(nodes.Prefetcher[Batch]):
@@ -171,14 +180,17 @@ class Loader(nodes.Prefetcher[Batch]):
         Batches made ahead.
     part : tuple of int, optional
         (rank, number of ranks), in place of a mesh.
+    context : DeviceMesh, optional
+        From `moekit.mesh.context_mesh`: its ranks count as one, and each gets its part of every row, as
+        `moekit.context.split_context` says.
     mesh : DeviceMesh, optional
         The ranks of its axes (edp, ep) share the global batch; None is one process.
 
     Raises
     ------
     ValueError
-        If the ranks do not divide ``batch_size``, or an argument is out of range; from ``load_state_dict`` if
-        the state is of another corpus, packing or order.
+        If the ranks do not divide ``batch_size``, the context does not divide the rows, or an argument is out
+        of range; from ``load_state_dict`` if the state is of another corpus, packing or order.
     """
 
     def __init__(
@@ -192,11 +204,16 @@ class Loader(nodes.Prefetcher[Batch]):
         uneven: bool = False,
         prefetch: int = 2,
         part: tuple[int, int] | None = None,
+        context: DeviceMesh | None = None,
         mesh: DeviceMesh | None = None,
     ):
         if part is not None and mesh is not None:
             raise ValueError(f"Loader needs part or mesh, got {part=} and {mesh=}; leave one out")
-        rank, n_ranks = data_rank(mesh) if part is None else part
+        if context is not None:
+            if part is None and mesh is None:
+                raise ValueError("Loader needs the mesh of its context, got None; pass mesh, or part")
+            check_length("Loader", samples.seq_len, context)
+        rank, n_ranks = data_rank(mesh, context) if part is None else part
         if (
             min(batch_size, prefetch, 1 if epochs is None else epochs) < 1
             or not 0 <= seed < 2**32
@@ -212,7 +229,9 @@ class Loader(nodes.Prefetcher[Batch]):
                 f"take {-(-batch_size // n_ranks) * n_ranks}, or pass uneven=True"
             )
         rows = slice(rank * batch_size // n_ranks, (rank + 1) * batch_size // n_ranks)
-        super().__init__(_Rows(samples, batch_size, rows, epochs, seed, shuffle), prefetch_factor=prefetch)
+        super().__init__(
+            _Rows(samples, batch_size, rows, epochs, seed, shuffle, context), prefetch_factor=prefetch
+        )
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Go to the start, or to the place of a ``state_dict()``."""

@@ -2,7 +2,8 @@
 
 Axes: ``pp`` pipeline, ``edp`` expert data parallel, ``ep`` expert parallel. Expert leaves live on the
 two-axis mesh (edp, ep) of their stage; every other leaf is replicated over both axes flattened into one,
-``dp``. A leaf's mesh lists exactly the ranks that hold it.
+``dp``. A leaf's mesh lists exactly the ranks that hold it. Where sequences are split, ``cp`` neighbours on
+``dp`` share rows.
 """
 
 import functools
@@ -118,9 +119,51 @@ def _edp_ep(who: str, mesh: DeviceMesh) -> DeviceMesh:
     return mesh["edp", "ep"]
 
 
-def data_rank(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """Return this rank's place among the ranks that share a batch, and their number."""
-    return (0, 1) if mesh is None else (data_mesh(mesh).get_local_rank(), data_mesh(mesh).size())
+def context_mesh(mesh: DeviceMesh | None, cp: int) -> DeviceMesh | None:
+    """Return the axis ``cp``: the neighbours on ``dp`` among which every row of a batch is split.
+
+    Collective over all ranks, and makes a group: call it once, after :func:`make_mesh`. Nothing about
+    parameters changes.
+
+    Parameters
+    ----------
+    mesh : DeviceMesh or None
+        What :func:`make_mesh` returned.
+    cp : int
+        Ranks that share a row; divides edp * ep.
+
+    Returns
+    -------
+    DeviceMesh or None
+        One axis, ``"cp"``; None for ``cp=1``: every function takes that for whole rows.
+
+    Raises
+    ------
+    ValueError
+        When ``cp`` does not divide edp * ep, before any group is made.
+    """
+    n = 1 if mesh is None else data_mesh(mesh).size()
+    if cp < 1 or n % cp:
+        near = [max(i for i in range(1, n + 1) if n % i == 0 and i <= max(cp, 1))]
+        near += [i for i in range(cp, n + 1) if i > near[0] and n % i == 0][:1]
+        raise ValueError(
+            f"context_mesh needs cp to divide the edp * ep ranks that share a batch, got {cp=} on {n} ranks; "
+            f"take cp={' or '.join(map(str, near))}"
+        )
+    if mesh is None or cp == 1:
+        return None
+    return data_mesh(mesh)._unflatten(0, (n // cp, cp), ("rows", "cp"))["cp"]
+
+
+def data_rank(mesh: DeviceMesh | None, context: DeviceMesh | None = None) -> tuple[int, int]:
+    """Return this rank's place among the ranks that share a batch, and their number.
+
+    The ranks of a ``context`` hold the same rows and count as one.
+    """
+    if mesh is None:
+        return 0, 1
+    cp = 1 if context is None else context.size()
+    return data_mesh(mesh).get_local_rank() // cp, data_mesh(mesh).size() // cp
 
 
 def layout(name: str, mesh: DeviceMesh) -> tuple[DeviceMesh, tuple[Placement, ...]]:
@@ -264,6 +307,13 @@ def all_reduce(x: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
         return x
     c10d = torch.ops._c10d_functional
     return c10d.wait_tensor(c10d.all_reduce(x, "sum", mesh.get_group(axis).group_name))
+
+
+def all_gather(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return what the ranks of a one-axis mesh hold, stacked: a functional collective, waited for."""
+    c10d = torch.ops._c10d_functional
+    every = c10d.all_gather_into_tensor(x.contiguous(), mesh.size(), mesh.get_group().group_name)
+    return c10d.wait_tensor(every).view(mesh.size(), *x.shape)
 
 
 def ranks_of(mesh: DeviceMesh) -> frozenset[int]:

@@ -25,6 +25,15 @@ from moekit._moe import feed_forward, moe
 from moekit._route import Assignment, Routing
 from moekit.batch import Batch
 from moekit.config import ModelConfig, Stage
+from moekit.context import (
+    Attend,
+    AttentionVia,
+    attend as attend_here,
+    check_split,
+    choose_attention,
+    positions_of,
+    whole_rows,
+)
 from moekit.losses import cross_entropy
 from moekit.mesh import local
 from moekit.params import param_shapes
@@ -78,12 +87,13 @@ def attention(
     n_heads: int,
     n_kv_heads: int,
     rope: Rope,
-    mask: Float[Tensor, "b 1 s s"] | None = None,
+    mask: Float[Tensor, "b 1 _ _"] | None = None,
+    attend: Attend = attend_here,
     eps: float = 1e-5,
 ) -> Float[Tensor, "b s d"]:
     """Attend causally, within documents where a mask says so, with grouped queries.
 
-    Pure and differentiable.
+    Pure and differentiable. Collective as ``attend`` is.
 
     Parameters
     ----------
@@ -99,6 +109,9 @@ def attention(
     mask : Float[Tensor, "b 1 s s"], optional
         From :func:`document_mask`: a position sees its own document alone. RoPE is relative, so positions
         need not restart.
+    attend : callable
+        ``attend(q, k, v, mask)`` of heads (b, n, s, h), as :func:`moekit.context.attend`, or
+        :func:`moekit.context.attend_over_heads` over several ranks.
     eps : float
         Of the norms.
 
@@ -123,20 +136,22 @@ def attention(
     q, k = heads(q, params.get("q_norm", None)), heads(k, params.get("k_norm", None))
     q, k, v = rotate(q, rope), rotate(k, rope), heads(v)
     q, k, v = (rearrange(z, "b s n h -> b n s h") for z in (q, k, v))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=n_heads != n_kv_heads
-    )
+    out = attend(q, k, v, mask)
     return rearrange(out, "b n s h -> b s (n h)") @ local(params["out"])
 
 
-def document_mask(documents: Int[Tensor, "b s"], *, dtype: torch.dtype) -> Float[Tensor, "b 1 s s"]:
+def document_mask(
+    documents: Int[Tensor, "b s"], *, dtype: torch.dtype, queries: Int[Tensor, " q"] | None = None
+) -> Float[Tensor, "b 1 _ s"]:
     """Return what is added to attention's scores: 0 where a query (dim -2) sees a key, else minus infinity.
 
-    A position sees the earlier ones of its document, and itself. Made once for all layers: each would convert
-    a bool one, and save its copy.
+    A position sees the earlier ones of its document, and itself. ``queries`` are the positions that see, by
+    default all. Made once for all layers: each would convert a bool one, and save its copy.
     """
-    same = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-    return torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill_(~same, -torch.inf)
+    keys = torch.arange(documents.shape[1], device=documents.device)
+    queries = keys if queries is None else queries
+    seen = (documents[:, None, queries, None] == documents[:, None, None, :]) & (keys <= queries[:, None])
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 def transformer_block(
@@ -145,13 +160,15 @@ def transformer_block(
     *,
     config: ModelConfig,
     rope: Rope,
-    mask: Float[Tensor, "b 1 s s"] | None = None,
+    mask: Float[Tensor, "b 1 _ _"] | None = None,
+    attend: Attend = attend_here,
     wrap: Callable[[str, Callable], Callable] = lambda name, fn: fn,
     **moe_options: Any,
 ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
     """Add attention, then a feed-forward or a Mixture of Experts, each with its norms, to what came in.
 
-    Pure and differentiable. Collective as :func:`moekit.moe` is, where the block has experts.
+    Pure and differentiable. Collective as :func:`moekit.moe` is, where the block has experts, and as
+    ``attend`` is.
 
     Parameters
     ----------
@@ -160,7 +177,7 @@ def transformer_block(
         where present.
     x : Float[Tensor, "b s d"]
         The residual stream.
-    config, rope, mask
+    config, rope, mask, attend
         As for :func:`forward` and :func:`attention`.
     wrap : callable
         ``wrap(name, fn)`` for the parts ``"attention"`` and ``"ffn"``; see :func:`moekit.remat`.
@@ -178,7 +195,7 @@ def transformer_block(
             f"transformer_block needs no options of moe for one without experts, got {sorted(moe_options)}"
         )
 
-    def attend(z: Tensor) -> Tensor:
+    def mix(z: Tensor) -> Tensor:
         return attention(
             params["attention"],
             z,
@@ -186,6 +203,7 @@ def transformer_block(
             n_kv_heads=config.n_kv_heads,
             rope=rope,
             mask=mask,
+            attend=attend,
             eps=eps,
         )
 
@@ -209,7 +227,7 @@ def transformer_block(
         return rms_norm(z, params[name], eps) if name in params.keys() else z
 
     def attention_part(z: Tensor) -> Tensor:
-        return norm("attention_norm_out", attend(norm("attention_norm_in", z)))
+        return norm("attention_norm_out", mix(norm("attention_norm_in", z)))
 
     def ffn_part(z: Tensor) -> tuple[Tensor, Routing | None]:
         y, routing = feed(norm("ffn_norm_in", z))
@@ -234,13 +252,16 @@ def forward(
     via: str | Transport | None = None,
     kernels: Kernels = "auto",
     block: Callable = transformer_block,
+    attention_via: AttentionVia | None = None,
+    context: DeviceMesh | None = None,
     x: Float[Tensor, "b s d"] | None = None,
     stage: Stage | None = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[Float[Tensor, "b s d"], list[Routing]]:
     """Return what the head, or the next stage, reads, and the routing of each layer that has experts.
 
-    Pure and differentiable. Collective over ``mesh["ep"]`` in every layer that has experts.
+    Pure and differentiable. Collective over ``mesh["ep"]`` in every layer that has experts, and over
+    ``context`` in every layer.
 
     Parameters
     ----------
@@ -263,6 +284,13 @@ def forward(
         As for :func:`moekit.dispatch` and :func:`moekit.expert_forward`.
     block : callable
         Applied to each layer; ``moekit.remat(moekit.model.transformer_block)`` recomputes it in backward.
+    attention_via : {"all_to_all", "all_gather"}, optional
+        How attention sees the whole rows of a context: each rank takes a share of the heads
+        (:func:`moekit.context.attend_over_heads`, by default where cp divides ``n_heads``), or all keys and
+        values (:func:`moekit.context.attend_over_keys`).
+    context : DeviceMesh, optional
+        From :func:`moekit.mesh.context_mesh`, where rows are split over its ranks: ``tokens`` and
+        ``documents`` are this rank's part of them (:func:`moekit.context.split_context`).
     x, stage
         What the stage before has returned, and which layers to apply; by default the whole model. A stage's
         parameters may stand among others.
@@ -280,7 +308,7 @@ def forward(
     ------
     ValueError
         When the parameters are not those of ``config``, a token id is out of range (on CUDA: a device
-        assertion), the sequence is longer than the RoPE table, or the biases do not fit.
+        assertion), the sequence is longer than the RoPE table, or biases or context do not fit.
     """
     _check_params(params, config, stage)
     stage = Stage.whole(config) if stage is None else stage
@@ -293,18 +321,27 @@ def forward(
         raise ValueError(
             f"forward needs biases ({config.n_moe_layers}, {config.n_experts}), got {tuple(biases.shape)}"
         )
+    attention_via, attend = choose_attention(
+        "forward", n_heads=config.n_heads, via=attention_via, mesh=context
+    )
     b, s = tokens.shape
     hidden = _embed(params, tokens, config) if x is None else x
-    rope = rope_table(s, config=config, like=hidden)
+    positions = positions_of(s, device=tokens.device, mesh=context)
+    whole = s if context is None else s * context.size()
+    cos, sin = rope_table(whole, config=config, like=hidden)
+    rope = cos[positions], sin[positions]
     if sample_ids is None:
         sample_ids = torch.arange(b, device=tokens.device)
-    token_ids = (sample_ids[:, None] * s + torch.arange(s, device=tokens.device)).flatten()
-    mask = None if documents is None else document_mask(documents, dtype=hidden.dtype)
+    token_ids = (sample_ids[:, None] * whole + positions).flatten()
+    mask = None
+    if documents is not None:
+        queries = positions if attention_via == "all_gather" else None
+        mask = document_mask(whole_rows(documents, mesh=context), dtype=hidden.dtype, queries=queries)
     routings = []
     for i in stage.layers:
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {} if context is None else {"attend": attend}
         if config.is_moe(i):
-            options = dict(
+            options |= dict(
                 bias=None if biases is None else biases[i - config.n_dense_layers],
                 key=None if key is None else fold_in(key, i),
                 assignment=assignment,
@@ -346,14 +383,20 @@ def logits(params: Params, tokens: Int[Tensor, "b s"], **options: Any) -> Float[
 
 
 def next_token_loss(
-    params: Params, batch: Batch, *, config: ModelConfig, mesh: DeviceMesh | None = None, **options: Any
+    params: Params,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    context: DeviceMesh | None = None,
+    mesh: DeviceMesh | None = None,
+    **options: Any,
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
     """Return this call's share of the training loss of the global batch, and statistics that add up likewise.
 
     The loss is the mean cross-entropy over targets plus the weighted auxiliary losses of ``config``, each
     divided by totals of the global batch. So shares of ranks and micro-batches are only ever summed.
 
-    Pure and differentiable. Collective over ``mesh``.
+    Pure and differentiable. Collective over ``mesh`` and ``context``.
 
     Parameters
     ----------
@@ -363,6 +406,8 @@ def next_token_loss(
         This rank's rows, with totals from :func:`moekit.count_tokens`.
     config : ModelConfig
         The model and the weights of its auxiliary losses.
+    context : DeviceMesh, optional
+        From :func:`moekit.mesh.context_mesh`, where the rows of ``batch`` are split over its ranks.
     mesh : DeviceMesh, optional
         Axes (edp, ep).
     **options
@@ -380,10 +425,10 @@ def next_token_loss(
     Raises
     ------
     ValueError
-        When the batch has no totals, and as :func:`forward`.
+        When the batch has no totals or is not split over ``context``, and as :func:`forward`.
     """
     _, loss, stats = stage_loss(
-        params, None, batch, config=config, stage=Stage.whole(config), mesh=mesh, **options
+        params, None, batch, config=config, stage=Stage.whole(config), context=context, mesh=mesh, **options
     )
     return loss, stats
 
@@ -395,13 +440,14 @@ def stage_loss(
     *,
     config: ModelConfig,
     stage: Stage,
+    context: DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     **options: Any,
 ) -> tuple[Float[Tensor, "b s d"] | None, Float[Tensor, ""], dict[str, Tensor]]:
     """Apply one stage; return what the next one reads, and this stage's share of loss and statistics.
 
     The shares of all stages add up to what :func:`next_token_loss` returns for the whole model. For
-    :func:`moekit.pipeline`. Pure and differentiable. Collective over ``mesh``.
+    :func:`moekit.pipeline`. Pure and differentiable. Collective over ``mesh`` and ``context``.
 
     Parameters
     ----------
@@ -413,7 +459,7 @@ def stage_loss(
         As for :func:`next_token_loss`; every stage gets it whole.
     stage : Stage
         From :func:`moekit.plan.split_layers`.
-    config, mesh, **options
+    config, context, mesh, **options
         As for :func:`next_token_loss`; biases are those of all layers.
 
     Returns
@@ -434,6 +480,7 @@ def stage_loss(
             "next_token_loss needs the totals of the global batch, got None; "
             "call batch = moekit.count_tokens(batch, mesh=mesh) first"
         )
+    check_split("next_token_loss", batch, context, mesh)
     hidden, routings = forward(
         params,
         batch.tokens,
@@ -442,6 +489,7 @@ def stage_loss(
         sample_ids=batch.sample_ids,
         x=x,
         stage=stage,
+        context=context,
         mesh=mesh,
         **options,
     )
@@ -458,11 +506,12 @@ def stage_loss(
         )
 
     b, s = batch.tokens.shape
+    whole = s if context is None else s * context.size()
     keep = (batch.documents >= 0).flatten()
     torch._assert_async(
-        (batch.documents < s).all(), "next_token_loss needs documents below s; use make_batch"
+        (batch.documents < whole).all(), "next_token_loss needs documents below s; use make_batch"
     )
-    documents = (batch.documents + torch.arange(b, device=keep.device)[:, None] * s).flatten()
+    documents = (batch.documents + torch.arange(b, device=keep.device)[:, None] * whole).flatten()
     balancing = router_z = zero
     counts = torch.zeros(config.n_moe_layers, config.n_experts, dtype=torch.int64, device=keep.device)
     layers = [i - config.n_dense_layers for i in stage.layers if config.is_moe(i)]
@@ -473,6 +522,7 @@ def stage_loss(
             documents=documents,
             mask=keep,
             n_tokens=batch.n_tokens,
+            context=context,
             mesh=mesh,
         )
         router_z = router_z + balance.router_z_loss(routing, mask=keep, n_tokens=batch.n_tokens)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from moekit.mesh import data_rank, distribute, make_mesh
+from moekit.batch import Batch
+from moekit.context import split_context
+from moekit.mesh import context_mesh, data_rank, distribute, make_mesh
 from moekit.testing._ranks import ranks
 from moekit.transforms import accumulate, data_parallel, value_and_grad
 from moekit.tree import named
@@ -42,8 +45,10 @@ def check_gradients(
     batch : pytree
         The global batch. Tensors are divided by their leading dim, 0-d tensors (its totals) are shared.
     layouts : iterable of dict
-        ``edp`` and ``ep`` (default 1), ``accumulate``: micro-batches (default 1), ``rows``: rows of the batch
-        on each rank (default: equal parts; 0 is allowed); every other key is an option of ``loss``.
+        ``edp`` and ``ep`` (default 1), ``cp``: ranks of these among which the rows of a
+        :class:`moekit.batch.Batch` are split (then ``loss`` takes ``context``; default 1), ``accumulate``:
+        micro-batches (default 1), ``rows``: rows of the batch on each rank, or on each ``cp`` of them
+        (default: equal parts; 0 is allowed); every other key is an option of ``loss``.
     compose : callable, optional
         ``compose(loss, n_microbatches, mesh) -> grad_fn``: how the gradients are taken, to check a transform
         of one's own. By default
@@ -104,9 +109,14 @@ def _compose(loss: Callable, n_microbatches: int, mesh: DeviceMesh | None) -> Ca
 
 
 def _rows(batch: Any, layout: Layout) -> list[int]:
-    """Return how many rows of the batch each rank has."""
-    edp, ep, n_microbatches = (layout.get(key, 1) for key in ("edp", "ep", "accumulate"))
-    n = edp * ep
+    """Return how many rows of the batch each rank has, or each ``cp`` ranks."""
+    edp, ep, cp, n_microbatches = (layout.get(key, 1) for key in ("edp", "ep", "cp", "accumulate"))
+    if cp < 1 or edp * ep % cp or (cp > 1 and not isinstance(batch, Batch)):
+        raise ValueError(
+            "check_gradients needs cp to divide edp * ep ranks, and for cp > 1 a moekit.batch.Batch, "
+            f"got {edp=}, {ep=}, {cp=} and {type(batch).__name__}"
+        )
+    n = edp * ep // cp
     sizes = sorted({len(x) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.ndim})
     total = sizes[0] if sizes else 0
     rows = list(layout.get("rows", [total // max(n, 1)] * n))
@@ -114,7 +124,8 @@ def _rows(batch: Any, layout: Layout) -> list[int]:
     if not fits or any(r % n_microbatches for r in rows):
         raise ValueError(
             f"check_gradients needs one leading dim of the batch, divided among {n} ranks "
-            f"({edp=}, {ep=}), each part by accumulate={n_microbatches}; got {sizes}, divided {rows}"
+            f"({edp=}, {ep=}{f', {cp=}' if cp > 1 else ''}), each part by accumulate={n_microbatches}; "
+            f"got {sizes}, divided {rows}"
         )
     return rows
 
@@ -125,12 +136,16 @@ def _gradients(
     """Return the summed loss and the full gradients; runs on every rank of a layout, and in one process."""
     rows = _rows(batch, layout)
     options = dict(layout)
-    edp, ep, n_microbatches = (options.pop(key, 1) for key in ("edp", "ep", "accumulate"))
+    edp, ep, cp, n_microbatches = (options.pop(key, 1) for key in ("edp", "ep", "cp", "accumulate"))
     options.pop("rows", None)
     mesh = make_mesh(edp=edp, ep=ep, device=device) if layout else None
-    rank, _ = data_rank(mesh)
+    context = context_mesh(mesh, cp)
+    rank, _ = data_rank(mesh, context)
     start, end = sum(rows[:rank]), sum(rows[: rank + 1])
     here = tree_map_only(Tensor, lambda x: (x[start:end] if x.ndim else x).to(device), batch)
+    if context is not None:
+        options["context"] = context
+        here = replace(split_context(here, mesh=context), n_targets=here.n_targets, n_tokens=here.n_tokens)
 
     def share(*args: Any) -> Tensor:
         out = loss(*args, mesh=mesh, **options)

@@ -41,13 +41,14 @@ def test_every_layout_has_the_gradients_of_one_process():
         dict(ep=2),
         dict(edp=2, accumulate=2),
         dict(ep=2, rows=[8, 0], recompute="block"),
+        *(dict(ep=2, cp=2, attention_via=kind, recompute="block") for kind in ("all_to_all", "all_gather")),
         *([dict(edp=2, ep=2)] if N >= 4 else []),
         *([dict(edp=2, ep=4), dict(ep=8)] if N >= 8 else []),
     ]
 
-    def loss(params, batch, *, mesh, recompute="none"):
+    def loss(params, batch, *, mesh, recompute="none", **options):
         block = mk.remat(mk.model.transformer_block, recompute)
-        return mk.next_token_loss(params, batch, config=config, mesh=mesh, block=block)
+        return mk.next_token_loss(params, batch, config=config, mesh=mesh, block=block, **options)
 
     print(check_gradients(loss, params, mk.count_tokens(batch), layouts, device="cuda"))
 
