@@ -1,8 +1,8 @@
 """Who holds what: the device mesh, and the one table of placements.
 
-Axes: ``pp`` pipeline, ``edp`` expert data parallel, ``ep`` expert parallel. Expert leaves live on the two-axis
-mesh (edp, ep) of their stage; every other leaf is replicated over both axes flattened into one, ``dp``. A leaf's
-mesh lists exactly the ranks that hold it.
+Axes: ``pp`` pipeline, ``edp`` expert data parallel, ``ep`` expert parallel. Expert leaves live on the
+two-axis mesh (edp, ep) of their stage; every other leaf is replicated over both axes flattened into one,
+``dp``. A leaf's mesh lists exactly the ranks that hold it.
 """
 
 import os
@@ -64,8 +64,8 @@ def make_mesh(
     edp = max(world // max(pp * ep, 1), 1) if edp is None else edp
     if min(pp, edp, ep) < 1 or pp * edp * ep != world:
         raise ValueError(
-            f"make_mesh needs pp * edp * ep to be the number of ranks, got {pp} * {edp} * {ep} on {world} ranks; "
-            f"start {max(pp, 1) * max(edp, 1) * max(ep, 1)} ranks or choose pp and ep that divide {world}"
+            f"make_mesh needs pp * edp * ep to be the number of ranks, got {pp} * {edp} * {ep} on "
+            f"{world} ranks; start {max(pp, 1) * max(edp, 1) * max(ep, 1)} ranks or choose pp and ep that divide {world}"
         )
     if n_experts is not None and n_experts % ep:
         raise ValueError(f"make_mesh needs ep to divide n_experts, got {n_experts=}, {ep=}")
@@ -75,8 +75,9 @@ def make_mesh(
     sizes = {"pp": pp, "edp": edp, "ep": ep}
     if pp == 1:
         del sizes["pp"]
-    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    data_mesh(mesh)  # makes its group now, when every rank is here
+    with _disable_current_modes():  # its tensor of ranks is real, also in a dry run on fake ones
+        mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        data_mesh(mesh)  # makes its group now, when every rank is here
     return mesh
 
 
