@@ -119,18 +119,19 @@ class Recorder(TorchDispatchMode):
 
     def high_water(self, step: int) -> HighWater:
         """Return the most that was held during a step, with what it found when it began."""
-        total = most = top = 0
+        total, most, top = 0, 0, -1
         start, end = self._starts[step], self._starts.get(step + 1, len(self._events))
         for i, (entry, op) in enumerate(self._events[:end]):
             total += -entry.n_bytes if op is None else entry.n_bytes
-            if i >= start and total > most:
+            if i >= start - 1 and total > most:  # what is there when it begins counts
                 most, top = total, i
         for entry, _ in self._live.values():
             entry.met_backward = self._last_backward > entry.born
         by_kind: Counter[str] = Counter()
         for entry, op in self._events[: top + 1]:
             by_kind[entry.kind(step)] += -entry.n_bytes if op is None else entry.n_bytes
-        return HighWater({kind: n for kind, n in by_kind.items() if n}, self._events[top][1] or "")
+        op = self._events[top][1] if top >= start else None
+        return HighWater({kind: n for kind, n in by_kind.items() if n}, op or "")
 
     # --- Communication ----------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class Recorder(TorchDispatchMode):
         fields: dict[str, Any] = _described(inputs) if op != "barrier" else {}
         reduce = given.get("reduce_op")
         if reduce is not None and not isinstance(reduce, str):
-            reduce = self.reduce_op
+            reduce, self.reduce_op = self.reduce_op, None
         root = given.get("root_rank", given.get("src"))
         if op == "all_to_all":
             fields["sends"], fields["receives"] = _splits(given, out, len(ranks))

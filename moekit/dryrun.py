@@ -294,7 +294,7 @@ def _execute(step_of_rank: Callable[[int], Step], rank: int, world_size: int) ->
     recorder = Recorder()
     # This process has no other use, so what cannot be seen from a dispatch mode is put in here.
     FakeWork.wait = lambda work, *_, **__: recorder.wait(work) or True
-    for name in ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base"):
+    for name in (name for name in dir(dist.ProcessGroup) if "reduce" in name):
         _note_reduce_op(name, recorder)
     with FakeTensorMode(), recorder:
         step = step_of_rank(rank)
@@ -329,11 +329,10 @@ def _note_reduce_op(name: str, recorder: Recorder) -> None:
     original = getattr(dist.ProcessGroup, name)
 
     def noted(self, *args, **kwargs):
-        ops = [x for x in (*args, *kwargs.values()) if isinstance(x, dist.ReduceOp | dist.ReduceOp.RedOpType)]
-        ops += [x.reduceOp for x in (*args, *kwargs.values()) if hasattr(x, "reduceOp")]
-        recorder.reduce_op = (
-            str(ops[0]).rpartition(".")[2].rstrip(">").partition(":")[0].lower() if ops else None
-        )
+        given = [getattr(x, "reduceOp", x) for x in (*args, *kwargs.values())]
+        kinds = dist.ReduceOp.RedOpType.__members__
+        ops = [x for x in given if isinstance(x, dist.ReduceOp)]
+        recorder.reduce_op = next((kind.lower() for kind, op in kinds.items() if ops and ops[0] == op), None)
         return original(self, *args, **kwargs)
 
     setattr(dist.ProcessGroup, name, noted)

@@ -65,7 +65,8 @@ def make_mesh(
     if min(pp, edp, ep) < 1 or pp * edp * ep != world:
         raise ValueError(
             f"make_mesh needs pp * edp * ep to be the number of ranks, got {pp} * {edp} * {ep} on "
-            f"{world} ranks; start {max(pp, 1) * max(edp, 1) * max(ep, 1)} ranks or choose pp and ep that divide {world}"
+            f"{world} ranks; start {max(pp, 1) * max(edp, 1) * max(ep, 1)} ranks or choose pp and ep that "
+            f"divide {world}"
         )
     if n_experts is not None and n_experts % ep:
         raise ValueError(f"make_mesh needs ep to divide n_experts, got {n_experts=}, {ep=}")
