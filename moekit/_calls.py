@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-Calls = dict[int, Sequence["Call"]]
+Calls = dict[int, tuple["Call", ...]]
 NODE = 8
 """Ranks of a node, which are neighbours."""
 _POINT_TO_POINT = ("send", "recv", "wait")

@@ -138,15 +138,16 @@ class Recorder(TorchDispatchMode):
     def wait(self, what: Any) -> None:
         """Note that a receive is waited for: its work, or the storage of its result."""
         if call := self._receiving.pop(what, None):
-            again = dict(group=call.group, peer=call.peer, message=call.message)
-            self.calls.append(Call(op="wait", step=self.step, **again))
+            self.calls.append(
+                Call(op="wait", group=call.group, peer=call.peer, message=call.message, step=self.step)
+            )
 
     def _communicate(self, schema, args, kwargs, out) -> None:
         given = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | kwargs
         name = schema.name.partition("::")[2]
         group = given.get("process_group", given.get("group_name"))
         if isinstance(group, str):
-            group = _resolve_process_group(group)
+            group = _resolve_process_group(group)  # pyright: ignore[reportArgumentType]
         elif not isinstance(group, dist.ProcessGroup):
             group = dist.ProcessGroup.unbox(group)
         ranks = tuple(dist.get_process_group_ranks(group))
@@ -175,10 +176,9 @@ class Recorder(TorchDispatchMode):
 
     def _message(self, op: str, ranks: tuple[int, ...], tensors, peer: int | None, tag: int, out) -> None:
         peer = None if peer is None else ranks[peer]
-        call = Call(
-            **dict(op=op, group=ranks, peer=peer, tag=tag, step=self.step, **_described(tensors)),
-            message=self._messages[op, ranks, peer],
-        )
+        number = self._messages[op, ranks, peer]
+        fields = _described(tensors)
+        call = Call(op=op, group=ranks, peer=peer, tag=tag, message=number, step=self.step, **fields)
         self._messages[op, ranks, peer] += 1
         self.calls.append(call)
         if op == "recv" and peer is not None:
@@ -206,7 +206,9 @@ def _described(tensors: Any) -> dict[str, Any]:
 def _splits(given: dict[str, Any], out: Any, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return what an all_to_all sends to each rank, and expects from it."""
     if "input_tensors" in given:
-        return tuple(tuple(x.numel() for x in given[k]) for k in ("input_tensors", "output_tensors"))
+        return tuple(x.numel() for x in given["input_tensors"]), tuple(
+            x.numel() for x in given["output_tensors"]
+        )
     from_here, to_here = given["input"], given.get("output", out)
     sends, receives = given["input_split_sizes"], given["output_split_sizes"]
     return (

@@ -31,6 +31,22 @@ from moekit._recorder import Recorder
 from moekit._route import Routing
 from moekit.testing._ranks import _dumps, _pool
 
+# What is documented here, also where it is made elsewhere.
+__all__ = [
+    "GPUS",
+    "NODE",
+    "Call",
+    "Record",
+    "Report",
+    "Step",
+    "compare",
+    "dry_run",
+    "record",
+    "replay",
+    "sample_ranks",
+    "static_transport",
+]
+
 GPUS = {"h100": 80e9, "h200": 141e9, "b200": 180e9, "b300": 288e9}
 """Bytes of memory by name of a GPU. Drivers and communicators take one or two GB of them."""
 
@@ -67,7 +83,7 @@ class Report:
         yield f"A step's calls, and MB sent by the rank that sends most (nodes of {NODE} ranks)"
         sent = {record.rank: record.traffic() for record in self.records}
         calls = [Counter(c.op for c in r.calls if c.step == 2 and c.op != "wait") for r in self.records]
-        rows = [("", "calls", "within a node", "between nodes")]
+        rows: list[tuple[str, ...]] = [("", "calls", "within a node", "between nodes")]
         for op in sorted({op for count in calls for op in count}):
             most = (max(by_op.get((op, away), 0.0) for by_op in sent.values()) for away in (False, True))
             rows.append((op, str(max(count[op] for count in calls)), *(f"{n / 1e6:,.1f}" for n in most)))
@@ -253,8 +269,11 @@ def _run(step_of_rank: Callable, ranks: Sequence[int], world_size: int, n_proces
                 ours, theirs = pool.context.Pipe(duplex=False)
                 running[ours] = rank, pool.start(_work, theirs, call, rank, world_size)
                 theirs.close()
+            ready: Any
             for ready in wait(list(running)):
                 rank, process = running.pop(ready)
+                good: bool
+                answer: Any
                 try:
                     good, answer = pickle.loads(ready.recv_bytes())
                 except EOFError:
@@ -293,8 +312,8 @@ def _execute(step_of_rank: Callable[[int], Step], rank: int, world_size: int) ->
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     recorder = Recorder()
     # This process has no other use, so what cannot be seen from a dispatch mode is put in here.
-    FakeWork.wait = lambda work, *_, **__: recorder.wait(work) or True
-    for name in (name for name in dir(dist.ProcessGroup) if "reduce" in name):
+    setattr(FakeWork, "wait", lambda work, *_, **__: recorder.wait(work) or True)  # noqa: B010
+    for name in (x for x in dir(dist.ProcessGroup) if "reduce" in x and not x.startswith("__")):
         _note_reduce_op(name, recorder)
     with FakeTensorMode(), recorder:
         step = step_of_rank(rank)
