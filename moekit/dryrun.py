@@ -70,12 +70,13 @@ class Report:
 
     def _memory(self) -> Iterator[str]:
         kinds = sorted({kind for record in self.records for kind in record.memory}, key=_order)
-        yield "GB at the high-water mark of the second step"
+        unit, size = ("GB", 1e9) if max(record.peak for record in self.records) >= 1e9 else ("MB", 1e6)
+        yield f"{unit} at the high-water mark of the second step"
         rows = [("ranks", *kinds, "in all", "TFLOP", "at")]
         same: dict[tuple, list[int]] = {}
         for record in self.records:
-            gigabytes = (*(record.memory.get(kind, 0) for kind in kinds), record.peak)
-            cells = (*(f"{n / 1e9:.2f}" for n in gigabytes), f"{record.flops / 1e12:.1f}", record.at)
+            n_bytes = (*(record.memory.get(kind, 0) for kind in kinds), record.peak)
+            cells = (*(f"{n / size:.2f}" for n in n_bytes), f"{record.flops / 1e12:.1f}", record.at)
             same.setdefault(cells, []).append(record.rank)
         yield from _table([*rows, *((_ranges(ranks), *cells) for cells, ranks in same.items())])
 
@@ -131,6 +132,8 @@ def dry_run(
 
     Raises
     ------
+    ValueError
+        When ``ranks`` are none or not of the world, or ``n_processes`` is below 1.
     RuntimeError
         When a rank raised, with its traceback; when the ranks' calls differ (:func:`compare`) or would
         never end (:func:`replay`), with all that was found.
@@ -223,6 +226,14 @@ def sample_ranks(mesh_sizes: Mapping[str, int], *, full: bool = False) -> list[i
     list of int
         Ascending: the first and the last place along each axis, and every place along ``pp``.
 
+    Raises
+    ------
+    ValueError
+        When an axis has no rank, or there is no axis.
+
+    Examples
+    --------
+    >>> from moekit.dryrun import sample_ranks
     >>> sample_ranks({"edp": 4, "ep": 8})
     [0, 7, 24, 31]
     """

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 from hypothesis import given, settings, strategies as st
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
 
 import moekit as mk
@@ -119,6 +121,7 @@ def test_memory_of_parameters_gradients_and_optimizer_state_is_what_the_leaves_h
 
 def test_the_report_says_who_holds_and_sends_how_much(clean):
     text = str(clean)
+    assert text.startswith("MB at") and f"{clean.records[0].peak / 1e6:.2f}" in text
     assert all(kind in text for kind in ("parameters", "optimizer state", "gradients", "activations"))
     assert "0-7" in text  # all alike: one line
     assert all(f"{gpu} ({size / 1e9:.0f} GB): fits" in text for gpu, size in GPUS.items())
@@ -338,6 +341,23 @@ def test_every_collective_of_torch_is_known():
     assert dict(calls[9].bytes_to(1)) == {0: 16, 2: 16, 3: 16}
 
 
+def test_collectives_of_a_dtensor_are_seen_and_its_bytes_are_those_of_the_rank():
+    def step_of_rank(rank):
+        mesh = mk.make_mesh(edp=1, ep=4, device="cpu")["ep"]
+        sharded = DTensor.from_local(torch.ones(512), mesh, [Shard(0)])
+
+        def step():
+            partial_sum = DTensor.from_local(torch.ones(512), mesh, [Partial()])
+            partial_sum.redistribute(placements=[Replicate()]).to_local().add(1)
+            return {"parameters": sharded}
+
+        return step
+
+    r = record(step_of_rank, rank=2, world_size=4)
+    assert [str(c) for c in r.calls if c.step == 2] == ["all_reduce(float32, [512], sum)"]
+    assert r.memory["parameters"] == 4 * 512
+
+
 # --- Memory and time ------------------------------------------------------------------
 
 
@@ -428,6 +448,11 @@ def test_a_rank_that_raises_is_named_with_its_traceback():
         dry_run(step_of_rank, 2)
 
 
+def test_a_rank_that_dies_is_named():
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0 of 1 .*ended with exit code 7 and no answer"):
+        dry_run(lambda rank: os._exit(7), 1)
+
+
 def test_reading_values_says_what_to_pass():
     run = partial(train_step, ep=2, b=2, s=16, via=None)
     with pytest.raises(RuntimeError, match=r"(?s)has no values to read.*via=static_transport\(\)"):
@@ -445,6 +470,8 @@ def test_a_step_that_returns_something_else_is_an_error():
 def test_ranks_must_be_of_the_world(ranks):
     with pytest.raises(ValueError, match=r"ranks in \[0, 2\), at least one, got"):
         dry_run(lambda rank: lambda: None, 2, ranks=ranks)
+    with pytest.raises(ValueError, match=r"n_processes >= 1, got 0"):
+        dry_run(lambda rank: lambda: None, 2, n_processes=0)
 
 
 def test_static_rows_must_be_those_of_the_tokens():
