@@ -75,7 +75,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(not issubclass(t, FakeTensor) for t in types):
-            return NotImplemented  # a DTensor, say: it comes again as the operations on what it holds
+            return NotImplemented  # a DTensor comes again, as operations and collectives on what it holds
         kwargs, name = kwargs or {}, func.name()
         if name.startswith("prim::"):
             return func(*args, **kwargs)
@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
             self._communicate(func._schema, args, kwargs, out)
         self.flops[self.step] += _flops(func, args, kwargs, out)
         for x in tree_iter(out):
-            if isinstance(x, Tensor) and not hasattr(x, "_local_tensor"):  # a DTensor claims the global size
+            if isinstance(x, Tensor):
                 self._hold(x, name, in_backward)
         return out
 

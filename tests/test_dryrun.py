@@ -343,19 +343,22 @@ def test_every_collective_of_torch_is_known():
 
 def test_collectives_of_a_dtensor_are_seen_and_its_bytes_are_those_of_the_rank():
     def step_of_rank(rank):
-        mesh = mk.make_mesh(edp=1, ep=4, device="cpu")["ep"]
+        mesh = mk.make_mesh(edp=1, ep=64, device="cpu")["ep"]
         sharded = DTensor.from_local(torch.ones(512), mesh, [Shard(0)])
 
         def step():
             partial_sum = DTensor.from_local(torch.ones(512), mesh, [Partial()])
             partial_sum.redistribute(placements=[Replicate()]).to_local().add(1)
+            partial_sum.exp()  # which sums first
+            sharded.add(1)
             return {"parameters": sharded}
 
         return step
 
-    r = record(step_of_rank, rank=2, world_size=4)
-    assert [str(c) for c in r.calls if c.step == 2] == ["all_reduce(float32, [512], sum)"]
+    r = record(step_of_rank, rank=2, world_size=64)
+    assert [str(c) for c in r.calls if c.step == 2] == ["all_reduce(float32, [512], sum)"] * 2
     assert r.memory["parameters"] == 4 * 512
+    assert r.peak < 6 * 4 * 512  # a storage of the global size has 64 times what a rank holds
 
 
 # --- Memory and time ------------------------------------------------------------------
