@@ -157,14 +157,21 @@ def _combine_local(rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | 
 # --- Any number of ranks, any backend -------------------------------------------------
 
 
-def _dispatch_all_to_all(x: Tensor, routing: Routing, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor, Any]:
+def _on_host(sent: Int[Tensor, " n"], received: Int[Tensor, " n"]) -> list[list[int]]:
+    return torch.stack([sent, received]).tolist()
+
+
+def dispatch_all_to_all(
+    x: Tensor, routing: Routing, mesh: DeviceMesh | None, *, read: Callable = _on_host
+) -> tuple[Tensor, Tensor, Any]:
+    """Dispatch on any backend; ``read`` gives the rows sent to and received from each rank, as ints."""
     rows, _, home = _dispatch_local(x, routing, None)
     if mesh is None:
         return rows, routing.counts.cumsum(0).int(), (home, None)
     n_out = rearrange(routing.counts, "(rank e) -> rank e", rank=mesh.size())
     n_in = all_to_all_single(n_out, None, None, mesh)  # (source rank, e): rows that come here
     # The host must know them to make the buffers: one wait.
-    n_sent, n_received = torch.stack([n_out.sum(1), n_in.sum(1)]).tolist()
+    n_sent, n_received = read(n_out.sum(1), n_in.sum(1))
     rows = all_to_all_single_autograd(rows, n_received, n_sent, mesh)
     # Rows arrive in the order (source rank, expert); the experts want (expert, source rank).
     ids = torch.arange(n_in.shape[1], device=x.device).repeat(mesh.size())
@@ -186,7 +193,7 @@ def _combine_all_to_all(rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMe
 
 TRANSPORTS = {
     "local": Transport(_dispatch_local, _combine_local),
-    "all_to_all": Transport(_dispatch_all_to_all, _combine_all_to_all),
+    "all_to_all": Transport(dispatch_all_to_all, _combine_all_to_all),
 }
 
 

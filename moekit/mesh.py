@@ -78,8 +78,9 @@ def make_mesh(
     sizes = {"pp": pp, "edp": edp, "ep": ep}
     if pp == 1:
         del sizes["pp"]
-    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    data_mesh(mesh)  # makes its group now, when every rank is here
+    with _disable_current_modes():  # its tensor of ranks is real, also in a dry run on fake ones
+        mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        data_mesh(mesh)  # makes its group now, when every rank is here
     return mesh
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from moekit.config import ModelConfig, Stage
 from moekit.mesh import ends_mesh, from_shard, shard_of
-from moekit.tree import map_named, nested
+from moekit.tree import has_values, map_named, nested
 
 
 def param_shapes(config: ModelConfig, *stages: Stage) -> dict[str, tuple[int, ...]]:
@@ -116,7 +116,7 @@ def init_params(
         values = torch.empty(local, dtype=param_dtype(name, dtype), device=device)
         if len(shape) == 1:  # every vector is the gain of an RMSNorm
             values.fill_(1.0)
-        elif device.type != "meta":
+        elif has_values(values):
             for row in range(local[0]):
                 values[row] = draw_slab(seed, name, offset[0] + row, local[1:]).mul_(config.init_std)
         params[name] = from_shard(name, values, shape, on)

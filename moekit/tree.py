@@ -61,6 +61,11 @@ def on_mesh(local: Tensor, *, like: Tensor, placements: Any = None) -> Tensor:
     )
 
 
+def has_values(x: Tensor) -> bool:
+    """Whether there are numbers in a tensor: not on the meta device, and not in a dry run."""
+    return not (x.is_meta or isinstance(x, FakeTensor))
+
+
 def check_values(holds: Tensor, who: str, needs: str, got: Callable[[], Any]) -> None:
     """Raise ``ValueError`` where a condition on values does not hold; on a device, without waiting for it.
 
@@ -73,7 +78,7 @@ def check_values(holds: Tensor, who: str, needs: str, got: Callable[[], Any]) ->
     got : callable
         Says what came, where the values are on the host.
     """
-    if holds.is_meta or isinstance(holds, FakeTensor) or torch.compiler.is_compiling():  # no values yet
+    if not has_values(holds) or torch.compiler.is_compiling():
         return
     if holds.device.type != "cpu":
         torch._assert_async(holds, f"{who} needs {needs}")

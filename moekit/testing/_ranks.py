@@ -117,20 +117,26 @@ class _Pool:
         self.start_server()
         if not all(process.is_alive() for process, _, _ in self.workers):
             self.kill()
+        while len(self.workers) < n:
+            ours, theirs = self.context.Pipe()
+            stacks, stacks_out = self.context.Pipe(duplex=False)
+            process = self.start(_work, theirs, stacks_out)
+            theirs.close()
+            stacks_out.close()
+            self.workers.append((process, ours, stacks))
+
+    def start(self, target: Callable, *args: Any) -> Any:
+        """Start a process from the server."""
+        self.start_server()
         main = sys.modules["__main__"]
         try:
-            # A worker would run the caller's script again, to define what cloudpickle sends by value anyway.
+            # It would run the caller's script again, to define what cloudpickle sends by value anyway.
             sys.modules["__main__"] = types.ModuleType("__main__")
-            while len(self.workers) < n:
-                ours, theirs = self.context.Pipe()
-                stacks, stacks_out = self.context.Pipe(duplex=False)
-                process = self.context.Process(target=_work, args=(theirs, stacks_out), daemon=True)
-                process.start()
-                theirs.close()
-                stacks_out.close()
-                self.workers.append((process, ours, stacks))
+            process = self.context.Process(target=target, args=args, daemon=True)
+            process.start()
         finally:
             sys.modules["__main__"] = main
+        return process
 
     def kill(self) -> None:
         for process, *_ in self.workers:

@@ -1,0 +1,395 @@
+"""Execute a training step of any layout on fake ranks, before there are any devices.
+
+Each rank runs in a process of its own, on tensors without values and in a process group without peers, and
+what it sends and holds is written down. Then the ranks' calls are compared and replayed.
+"""
+
+import gc
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_iter
+
+from moekit._calls import NODE, Call as Call, Record as Record, compare as compare, replay as replay
+from moekit._dispatch import TRANSPORTS, Transport, dispatch_all_to_all
+from moekit._recorder import Recorder
+from moekit._route import Routing
+from moekit.plan import GPUS
+from moekit.testing._ranks import _dumps, _pool
+
+# What is documented here, also where it is made elsewhere.
+__all__ = [
+    "NODE",
+    "Call",
+    "Record",
+    "Report",
+    "Step",
+    "compare",
+    "dry_run",
+    "record",
+    "replay",
+    "sample_ranks",
+    "static_transport",
+]
+
+Step = Callable[[], Mapping[str, Any] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a dry run found; ``print`` it."""
+
+    records: tuple[Record, ...]
+
+    def fits(self, gpu: str) -> bool:
+        """Whether every recorded rank's high-water mark is below the memory of a GPU, one of `GPUS`."""
+        if gpu not in GPUS:
+            raise ValueError(f"fits needs one of {sorted(GPUS)}, got {gpu!r}")
+        return max(record.peak for record in self.records) < GPUS[gpu].memory
+
+    def __str__(self) -> str:
+        return "\n".join([*self._memory(), "", *self._traffic(), "", *self._gpus()])
+
+    def _memory(self) -> Iterator[str]:
+        kinds = sorted({kind for record in self.records for kind in record.memory}, key=_order)
+        unit, size = ("GB", 1e9) if max(record.peak for record in self.records) >= 1e9 else ("MB", 1e6)
+        yield f"{unit} at the high-water mark of the second step"
+        rows = [("ranks", *kinds, "in all", "TFLOP", "at")]
+        same: dict[tuple, list[int]] = {}
+        for record in self.records:
+            n_bytes = (*(record.memory.get(kind, 0) for kind in kinds), record.peak)
+            cells = (*(f"{n / size:.2f}" for n in n_bytes), f"{record.flops / 1e12:.1f}", record.at)
+            same.setdefault(cells, []).append(record.rank)
+        yield from _table([*rows, *((_ranges(ranks), *cells) for cells, ranks in same.items())])
+
+    def _traffic(self) -> Iterator[str]:
+        yield f"A step's calls, and MB sent by the rank that sends most (nodes of {NODE} ranks)"
+        sent = {record.rank: record.traffic() for record in self.records}
+        calls = [Counter(c.op for c in r.calls if c.step == 2 and c.op != "wait") for r in self.records]
+        rows: list[tuple[str, ...]] = [("", "calls", "within a node", "between nodes")]
+        for op in sorted({op for count in calls for op in count}):
+            most = (max(by_op.get((op, away), 0.0) for by_op in sent.values()) for away in (False, True))
+            rows.append((op, str(max(count[op] for count in calls)), *(f"{n / 1e6:,.1f}" for n in most)))
+        yield from _table(rows)
+
+    def _gpus(self) -> Iterator[str]:
+        peak = max(record.peak for record in self.records)
+        for gpu, (size, _) in GPUS.items():
+            left = (size - peak) / 1e9
+            says = f"fits, {left:.1f} GB left" if self.fits(gpu) else f"does not fit, {-left:.1f} GB too many"
+            yield f"{gpu} ({size / 1e9:.0f} GB): {says}"
+
+
+def dry_run(
+    step_of_rank: Callable[[int], Step],
+    world_size: int,
+    *,
+    ranks: Iterable[int] | None = None,
+    n_processes: int | None = None,
+) -> Report:
+    """Execute two steps on fake ranks; raise if the ranks do not fit together.
+
+    Nothing is computed and nothing is sent: shapes, memory and the order of calls are what a real step has,
+    values are not there. So the row counts of :func:`moekit.dispatch` cannot be read: pass
+    ``via=static_transport()``.
+
+    Parameters
+    ----------
+    step_of_rank : callable
+        ``step_of_rank(rank) -> step`` makes mesh, parameters and state, as a training script does; ``step()``
+        makes one step and returns the trees that it holds by kind of memory, e.g. ``{"parameters": params,
+        "optimizer state": state, "gradients": grads}``, or None. It runs in a process of its own, on the CPU:
+        ``moekit.make_mesh(..., device="cpu")``. Travels by cloudpickle; tensors must be made inside.
+    world_size : int
+        Ranks of the job.
+    ranks : iterable of int, optional
+        Those that are executed, by default all; see :func:`sample_ranks`. What the others do is taken to fit.
+    n_processes : int, optional
+        Ranks executed at a time, by default as many as there are CPUs.
+
+    Returns
+    -------
+    Report
+        Its ``records`` are those of ``ranks``, in order.
+
+    Raises
+    ------
+    ValueError
+        When ``ranks`` are none or not of the world, or ``n_processes`` is below 1.
+    RuntimeError
+        When a rank raised, with its traceback; when the ranks' calls differ (:func:`compare`) or would
+        never end (:func:`replay`), with all that was found.
+
+    Examples
+    --------
+    >>> from moekit.dryrun import dry_run
+    >>> def step_of_rank(rank):
+    ...     x = torch.ones(1000)
+    ...     return lambda: torch.distributed.all_reduce(x)
+    >>> report = dry_run(step_of_rank, 512, ranks=[0, 511])
+    >>> print(report.records[1].calls[-1])
+    all_reduce(float32, [1000], sum)
+    """
+    chosen = list(range(world_size)) if ranks is None else sorted(set(ranks))
+    if not chosen or chosen[0] < 0 or chosen[-1] >= world_size:
+        raise ValueError(f"dry_run needs ranks in [0, {world_size}), at least one, got {chosen}")
+    if n_processes is not None and n_processes < 1:
+        raise ValueError(f"dry_run needs n_processes >= 1, got {n_processes}")
+    records = _run(step_of_rank, chosen, world_size, n_processes or os.cpu_count() or 1)
+    if problems := compare(records) or replay(records):
+        raise RuntimeError(
+            "\n".join([f"{len(chosen)} ranks of {world_size} do not fit together:", *problems])
+        )
+    return Report(records=tuple(records))
+
+
+def record(step_of_rank: Callable[[int], Step], *, rank: int, world_size: int) -> Record:
+    """Execute two steps as one rank of many, in a process of its own, and return what it did.
+
+    Parameters and errors as for :func:`dry_run`.
+    """
+    return _run(step_of_rank, [rank], world_size, 1)[0]
+
+
+def static_transport(rows: Sequence[Sequence[int]] | None = None) -> Transport:
+    """Return ``"all_to_all"`` with row counts that are known beforehand, for tensors without values.
+
+    With real tensors it is wrong wherever the routing is another.
+
+    Parameters
+    ----------
+    rows : sequence of sequence of int, optional
+        ``rows[i][j]``: rows that rank i of the expert-parallel mesh sends to rank j. By default each rank
+        sends all the same number, to within one; then all need to have as many tokens.
+
+    Returns
+    -------
+    Transport
+        For ``via=``.
+
+    Raises
+    ------
+    ValueError
+        When used, if ``rows`` is not square of the size of the mesh, or the rows of this rank are not as many
+        as its tokens times ``top_k``.
+    """
+
+    def dispatch(x: Tensor, routing: Routing, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor, Any]:
+        if mesh is None:
+            return TRANSPORTS["local"].dispatch(x, routing, mesh)
+        rank, size, n = mesh.get_local_rank(), mesh.size(), routing.expert_ids.numel()
+        sent = [[(j + 1) * n // size - j * n // size for j in range(size)]] * size if rows is None else rows
+        if len(sent) != size or any(len(row) != size for row in sent) or sum(sent[rank]) != n:
+            raise ValueError(
+                f"static_transport needs rows ({size}, {size}) with {n} of rank {rank}, got "
+                f"{[len(row) for row in sent]} with {sum(sent[rank]) if rank < len(sent) else 'none'}"
+            )
+        counts = [list(sent[rank]), [row[rank] for row in sent]]
+        return dispatch_all_to_all(x, routing, mesh, read=lambda *_: counts)
+
+    def combine(rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None) -> Tensor:
+        return TRANSPORTS["local" if mesh is None else "all_to_all"].combine(rows, weights, plan, mesh)
+
+    return Transport(dispatch, combine)
+
+
+def sample_ranks(mesh_sizes: Mapping[str, int], *, full: bool = False) -> list[int]:
+    """Return ranks with which a dry run sees every kind of group from two sides.
+
+    Parameters
+    ----------
+    mesh_sizes : mapping of str to int
+        Sizes by axis, in the order of the mesh: the last axis numbers neighbours.
+    full : bool
+        Also two ranks of every single group along every axis.
+
+    Returns
+    -------
+    list of int
+        Ascending: the first and the last place along each axis, and every place along ``pp``.
+
+    Raises
+    ------
+    ValueError
+        When an axis has no rank, or there is no axis.
+
+    Examples
+    --------
+    >>> from moekit.dryrun import sample_ranks
+    >>> sample_ranks({"edp": 4, "ep": 8})
+    [0, 7, 24, 31]
+    """
+    sizes = list(mesh_sizes.values())
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"sample_ranks needs axes of at least one rank, got {dict(mesh_sizes)}")
+    ends = [range(n) if axis == "pp" else sorted({0, n - 1}) for axis, n in mesh_sizes.items()]
+    chosen = set(product(*ends))
+    if full:
+        seen = Counter(group for place in chosen for group in _groups(place))
+        # First the ranks that every group of theirs lacks, then those that one does.
+        for enough in (all, any):
+            for place in product(*map(range, sizes)):
+                lacks = (seen[group] < min(2, sizes[group[0]]) for group in _groups(place))
+                if place not in chosen and enough(lacks):
+                    chosen.add(place)
+                    seen.update(_groups(place))
+    numbers = []
+    for place in sorted(chosen):
+        rank = 0
+        for at, n in zip(place, sizes, strict=True):
+            rank = rank * n + at
+        numbers.append(rank)
+    return numbers
+
+
+def _groups(place: tuple[int, ...]) -> list[tuple]:
+    """Return the groups a rank is in, one along each axis."""
+    return [(axis, place[:axis], place[axis + 1 :]) for axis in range(len(place))]
+
+
+# --- One process a rank ---------------------------------------------------------------
+
+
+def _run(step_of_rank: Callable, ranks: Sequence[int], world_size: int, n_processes: int) -> list[Record]:
+    call = pickle.dumps((os.getcwd(), sys.path, _dumps(step_of_rank)))
+    pool, todo = _pool(), list(reversed(ranks))
+    running: dict[Any, tuple[int, Any]] = {}
+    records: dict[int, Record] = {}
+    try:
+        while todo or running:
+            while todo and len(running) < n_processes:
+                rank = todo.pop()
+                ours, theirs = pool.context.Pipe(duplex=False)
+                running[ours] = rank, pool.start(_work, theirs, call, rank, world_size)
+                theirs.close()
+            ready: Any
+            for ready in wait(list(running)):
+                rank, process = running.pop(ready)
+                good: bool
+                answer: Any
+                try:
+                    good, answer = pickle.loads(ready.recv_bytes())
+                except EOFError:
+                    process.join()
+                    good, answer = False, f"the process ended with exit code {process.exitcode} and no answer"
+                if not good:
+                    raise RuntimeError(f"rank {rank} of {world_size} failed in a dry run:\n{answer}")
+                records[rank] = answer
+                process.join()
+    finally:
+        for _, process in running.values():
+            process.kill()
+    return [records[rank] for rank in ranks]
+
+
+def _work(connection, call: bytes, rank: int, world_size: int) -> None:
+    torch.set_num_threads(1)
+    try:
+        folder, sys.path[:], step_of_rank = pickle.loads(call)
+        os.chdir(folder)
+        answer = True, _execute(pickle.loads(step_of_rank), rank, world_size)
+    except DataDependentOutputException:
+        hint = "a dry run has no values to read; for moekit.dispatch pass via=static_transport()"
+        answer = False, f"{traceback.format_exc()}{hint}"
+    except BaseException:
+        answer = False, traceback.format_exc()
+    connection.send_bytes(pickle.dumps(answer))
+
+
+def _execute(step_of_rank: Callable[[int], Step], rank: int, world_size: int) -> Record:
+    # Private to torch, and only there when it was built with distributed.
+    from torch._C._distributed_c10d import FakeWork
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    began = time.perf_counter()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    recorder = Recorder()
+    # This process has no other use, so what cannot be seen from a dispatch mode is put in here.
+    setattr(FakeWork, "wait", lambda work, *_, **__: recorder.wait(work) or True)  # noqa: B010
+    for name in (x for x in dir(dist.ProcessGroup) if "reduce" in x and not x.startswith("__")):
+        _note_reduce_op(name, recorder)
+    with FakeTensorMode(), recorder:
+        step = step_of_rank(rank)
+        for number in (1, 2):
+            gc.collect()
+            gc.disable()  # what is only freed with a cycle is held
+            recorder.start(number)
+            _label(recorder, step())
+            gc.enable()
+    mark = recorder.high_water(2)
+    return Record(
+        rank=rank,
+        world_size=world_size,
+        calls=tuple(recorder.calls),
+        memory=mark.by_kind,
+        at=mark.op,
+        flops=recorder.flops[2],
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _label(recorder: Recorder, held: Any) -> None:
+    if held is not None and not isinstance(held, Mapping):
+        raise TypeError(f"a dry run needs step() to return trees by kind, got {type(held).__name__}")
+    for kind, tree in (held or {}).items():
+        if not any(isinstance(x, Tensor) for x in tree_iter(tree)):
+            raise TypeError(f"a dry run needs tensors of kind {kind!r}, got {type(tree).__name__}")
+        recorder.label(kind, tree)
+
+
+def _note_reduce_op(name: str, recorder: Recorder) -> None:
+    original = getattr(dist.ProcessGroup, name)
+
+    def noted(self, *args, **kwargs):
+        given = [getattr(x, "reduceOp", x) for x in (*args, *kwargs.values())]
+        kinds = dist.ReduceOp.RedOpType.__members__
+        ops = [x for x in given if isinstance(x, dist.ReduceOp)]
+        recorder.reduce_op = next((kind.lower() for kind, op in kinds.items() if ops and ops[0] == op), None)
+        return original(self, *args, **kwargs)
+
+    setattr(dist.ProcessGroup, name, noted)
+
+
+# --- Tables ---------------------------------------------------------------------------
+
+_KINDS = ("parameters", "optimizer state", "gradients", "activations", "backward", "temporaries", "other")
+
+
+def _order(kind: str) -> tuple[int, str]:
+    return (_KINDS.index(kind) if kind in _KINDS else len(_KINDS), kind)
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Write ascending ranks as 0-3, 8."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *rest = (
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(row, width, strict=True))
+        )
+        yield "  ".join([first, *rest]).rstrip()
