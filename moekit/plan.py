@@ -109,6 +109,8 @@ def split_layers(config: ModelConfig, n_stages: int, *, seq_len: int | None = No
     ValueError
         When there are fewer layers than stages.
 
+    Examples
+    --------
     >>> [len(stage.layers) for stage in split_layers(preset("ultra-128"), 16)]
     [4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4, 3]
     """
