@@ -101,11 +101,12 @@ def train_step(params, state, biases, batch):
 @torch.no_grad()
 def bits_per_byte(samples):
     """Return the mean loss over the targets of all samples, in bits."""
-    nats = n_targets = torch.zeros((), device=device)
+    nats = torch.zeros((), dtype=torch.float64, device=device)
+    n_targets = torch.zeros((), dtype=torch.int64, device=device)
     for batch in data.Loader(samples, 64, shuffle=False, epochs=1, uneven=True, mesh=mesh):
         batch = mk.count_tokens(batch.to(device), mesh=mesh)
         stats = mk.mesh.sum_over_ranks(loss_fn(params, batch, biases=biases)[1], mesh=mesh)
-        nats += stats["cross_entropy"].double() * stats["n_targets"]
+        nats += stats["cross_entropy"] * stats["n_targets"]
         n_targets += stats["n_targets"]
     return (nats / n_targets).item() / math.log(2)
 

@@ -1,5 +1,6 @@
 """The recipes as their users start them, and training that is killed and continued."""
 
+import math
 import os
 import random
 import re
@@ -60,6 +61,8 @@ def test_quickstart_continues_with_the_same_bits_after_a_stop(tmp_path):
     whole = run(*common, tmp_path / "run")
     assert losses(whole).keys() == {1, 2, 3, 4, 5, 6}
     assert "held-out bits per byte: model" in whole and "3-gram" in whole
+    held_out = float(re.search(r"model ([\d.]+), 3-gram", whole)[1])  # bits; the texts are alike
+    assert abs(held_out - losses(whole)[6] / math.log(2)) < 0.5
     want = checksums(tmp_path / "run" / "step-000006")
     (tmp_path / "other").mkdir()
     (tmp_path / "run" / "step-000003").rename(tmp_path / "other" / "step-000003")
