@@ -1,4 +1,4 @@
-"""Writes down what a step sends, holds and computes, on real or fake tensors."""
+"""Writes down what a step sends, holds and computes, on tensors without values."""
 
 import weakref
 from collections import Counter
@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from moekit._calls import Call
+from moekit._meta import MetaOps
 from moekit.tree import held
 
 # What the names of operations begin with, underscores left out.
@@ -30,10 +32,10 @@ _BLOCK = 512  # bytes, which CUDA's allocator rounds up to
 class _Storage:
     """Bytes that are held for a while."""
 
-    def __init__(self, n_bytes: int, step: int, born: int, in_backward: bool):
-        self.n_bytes, self.step, self.born, self.in_backward = n_bytes, step, born, in_backward
+    def __init__(self, n_bytes: int, step: int, born: int, backward: int | None):
+        self.n_bytes, self.step, self.born, self.backward = n_bytes, step, born, backward
         self.label: str | None = None
-        self.met_backward = False
+        self.met_backward = self.outlived_backward = False
 
     def kind(self, step: int) -> str:
         """Return what kind of memory it was in a step."""
@@ -41,8 +43,8 @@ class _Storage:
             return self.label
         if self.step < step:
             return "other"
-        if self.in_backward:
-            return "backward"
+        if self.backward is not None:
+            return "gradients" if self.outlived_backward else "backward"
         return "activations" if self.met_backward else "temporaries"
 
 
@@ -62,7 +64,9 @@ class Recorder(TorchDispatchMode):
         self.calls: list[Call] = []
         self.flops: Counter[int] = Counter()  # by step
         self.reduce_op: str | None = None  # of the call of c10d to come, where it cannot be read
+        self._ops = MetaOps()
         self._now, self._last_backward = 0, -1  # operations so far
+        self._backwards, self._in_backward = 0, False  # those that have ended
         self._live: dict[int, tuple[_Storage, Any]] = {}
         self._events: list[tuple[_Storage, str | None]] = []  # born, with an operation's name, or died
         self._starts: dict[int, int] = {}
@@ -74,42 +78,50 @@ class Recorder(TorchDispatchMode):
         self.step, self._starts[step] = step, len(self._events)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(not issubclass(t, FakeTensor) for t in types):
-            return NotImplemented  # a DTensor comes again, as operations and collectives on what it holds
         kwargs, name = kwargs or {}, func.name()
-        if name.startswith("prim::"):
-            return func(*args, **kwargs)
+        if any(issubclass(t, FakeTensor) for t in types) or name.startswith("prim::"):
+            return func(*args, **kwargs)  # DTensor works out a placement
+        if not all(t in (Tensor, Parameter) for t in types):
+            return NotImplemented  # a DTensor comes again, as operations and collectives on what it holds
         self._now += 1
-        if in_backward := torch._C._current_autograd_node() is not None:
+        in_backward = torch._C._current_autograd_node() is not None
+        self._backwards += self._in_backward and not in_backward
+        self._in_backward = in_backward
+        if in_backward:
             self._last_backward = self._now
         if name == "_c10d_functional::wait_tensor":
             self.wait(args[0].untyped_storage()._cdata)
-            return args[0].detach()  # on fake tensors it would be a copy
-        out = func(*args, **kwargs)
-        if name.startswith(("c10d::", "_c10d_functional::")):
+            return args[0].detach()  # by itself it would be a copy
+        out = self._ops(func, args, kwargs)
+        if name.startswith(("c10d::", "_c10d_functional::")) and not name.startswith("_c10d_functional::_wrap"):
             self._communicate(func._schema, args, kwargs, out)
         self.flops[self.step] += _flops(func, args, kwargs, out)
-        for x in tree_iter(out):
+        for x in (out,) if isinstance(out, Tensor) else tree_iter(out):
             if isinstance(x, Tensor):
-                self._hold(x, name, in_backward)
+                self._hold(x, name)
         return out
 
     # --- Memory -----------------------------------------------------------------------
 
-    def _hold(self, x: Tensor, op: str, in_backward: bool) -> None:
+    def _hold(self, x: Tensor, op: str) -> None:
         storage = x.untyped_storage()
         key = storage._cdata
         if key in self._live:
             return
         n_bytes = -(-storage.nbytes() // _BLOCK) * _BLOCK
-        entry = _Storage(n_bytes, self.step, self._now, in_backward)
+        entry = _Storage(n_bytes, self.step, self._now, self._backwards if self._in_backward else None)
         self._live[key] = entry, weakref.ref(storage, lambda _: self._drop(key))
         self._events.append((entry, op))
 
     def _drop(self, key: int) -> None:
         entry, _ = self._live.pop(key)
-        entry.met_backward = self._last_backward > entry.born
+        self._see(entry)
         self._events.append((entry, None))
+
+    def _see(self, entry: _Storage) -> None:
+        """Note what has happened since a storage was made."""
+        entry.met_backward = self._last_backward > entry.born
+        entry.outlived_backward = entry.backward != self._backwards
 
     def label(self, kind: str, tree: Any) -> None:
         """Say what kind of memory the tensors of a tree are, also before now."""
@@ -126,7 +138,7 @@ class Recorder(TorchDispatchMode):
             if i >= start - 1 and total > most:  # what is there when it begins counts
                 most, top = total, i
         for entry, _ in self._live.values():
-            entry.met_backward = self._last_backward > entry.born
+            self._see(entry)
         by_kind: Counter[str] = Counter()
         for entry, op in self._events[: top + 1]:
             by_kind[entry.kind(step)] += -entry.n_bytes if op is None else entry.n_bytes

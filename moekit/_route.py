@@ -124,7 +124,7 @@ def route(
         raise ValueError(f"route needs an id for each of {len(x)} tokens, got {tuple(token_ids.shape)}")
 
     at_least_fp32 = torch.promote_types(x.dtype, torch.float32)
-    with torch.autocast(x.device.type, enabled=False):  # which would round them
+    with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):  # which would round them
         logits = x.to(at_least_fp32) @ local(router).to(at_least_fp32)
     scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
 

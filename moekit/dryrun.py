@@ -1,6 +1,6 @@
 """Execute a training step of any layout on fake ranks, before there are any devices.
 
-Each rank runs in a process of its own, on tensors without values and in a process group without peers, and
+Each rank runs in a process of its own, on tensors of the meta device and in a process group without peers, and
 what it sends and holds is written down. Then the ranks' calls are compared and replayed.
 """
 
@@ -15,18 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_iter
 
 from moekit._calls import NODE, Call as Call, Record as Record, compare as compare, replay as replay
 from moekit._dispatch import TRANSPORTS, Transport, dispatch_all_to_all
+from moekit._meta import kernels_of
 from moekit._recorder import Recorder
 from moekit._route import Routing
 from moekit.plan import GPUS
@@ -48,6 +47,7 @@ __all__ = [
 ]
 
 Step = Callable[[], Mapping[str, Any] | None]
+Device = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,25 +100,28 @@ def dry_run(
     world_size: int,
     *,
     ranks: Iterable[int] | None = None,
+    device: Device = "cuda",
     n_processes: int | None = None,
 ) -> Report:
     """Execute two steps on fake ranks; raise if the ranks do not fit together.
 
     Nothing is computed and nothing is sent: shapes, memory and the order of calls are what a real step has,
-    values are not there. So the row counts of :func:`moekit.dispatch` cannot be read: pass
-    ``via=static_transport()``.
+    values are not there: every tensor is made on the meta device. So the row counts of
+    :func:`moekit.dispatch` cannot be read: pass ``via=static_transport()``.
 
     Parameters
     ----------
     step_of_rank : callable
         ``step_of_rank(rank) -> step`` makes mesh, parameters and state, as a training script does; ``step()``
         makes one step and returns the trees that it holds by kind of memory, e.g. ``{"parameters": params,
-        "optimizer state": state, "gradients": grads}``, or None. It runs in a process of its own, on the CPU:
-        ``moekit.make_mesh(..., device="cpu")``. Travels by cloudpickle; tensors must be made inside.
+        "optimizer state": state}``, or None. It runs in a process of its own. Travels by cloudpickle; tensors
+        must be made inside.
     world_size : int
         Ranks of the job.
     ranks : iterable of int, optional
         Those that are executed, by default all; see :func:`sample_ranks`. What the others do is taken to fit.
+    device : {"cuda", "cpu"}
+        Whose kernels the memory is counted for: they differ in what RMSNorm keeps.
     n_processes : int, optional
         Ranks executed at a time, by default as many as there are CPUs.
 
@@ -150,7 +153,7 @@ def dry_run(
         raise ValueError(f"dry_run needs ranks in [0, {world_size}), at least one, got {chosen}")
     if n_processes is not None and n_processes < 1:
         raise ValueError(f"dry_run needs n_processes >= 1, got {n_processes}")
-    records = _run(step_of_rank, chosen, world_size, n_processes or os.cpu_count() or 1)
+    records = _run(step_of_rank, chosen, world_size, device, n_processes or os.cpu_count() or 1)
     if problems := compare(records) or replay(records):
         raise RuntimeError(
             "\n".join([f"{len(chosen)} ranks of {world_size} do not fit together:", *problems])
@@ -158,12 +161,14 @@ def dry_run(
     return Report(records=tuple(records))
 
 
-def record(step_of_rank: Callable[[int], Step], *, rank: int, world_size: int) -> Record:
+def record(
+    step_of_rank: Callable[[int], Step], *, rank: int, world_size: int, device: Device = "cuda"
+) -> Record:
     """Execute two steps as one rank of many, in a process of its own, and return what it did.
 
     Parameters and errors as for :func:`dry_run`.
     """
-    return _run(step_of_rank, [rank], world_size, 1)[0]
+    return _run(step_of_rank, [rank], world_size, device, 1)[0]
 
 
 def static_transport(rows: Sequence[Sequence[int]] | None = None) -> Transport:
@@ -265,7 +270,9 @@ def _groups(place: tuple[int, ...]) -> list[tuple]:
 # --- One process a rank ---------------------------------------------------------------
 
 
-def _run(step_of_rank: Callable, ranks: Sequence[int], world_size: int, n_processes: int) -> list[Record]:
+def _run(
+    step_of_rank: Callable, ranks: Sequence[int], world_size: int, device: Device, n_processes: int
+) -> list[Record]:
     call = pickle.dumps((os.getcwd(), sys.path, _dumps(step_of_rank)))
     pool, todo = _pool(), list(reversed(ranks))
     running: dict[Any, tuple[int, Any]] = {}
@@ -275,7 +282,7 @@ def _run(step_of_rank: Callable, ranks: Sequence[int], world_size: int, n_proces
             while todo and len(running) < n_processes:
                 rank = todo.pop()
                 ours, theirs = pool.context.Pipe(duplex=False)
-                running[ours] = rank, pool.start(_work, theirs, call, rank, world_size)
+                running[ours] = rank, pool.start(_work, theirs, call, rank, world_size, device)
                 theirs.close()
             ready: Any
             for ready in wait(list(running)):
@@ -297,21 +304,21 @@ def _run(step_of_rank: Callable, ranks: Sequence[int], world_size: int, n_proces
     return [records[rank] for rank in ranks]
 
 
-def _work(connection, call: bytes, rank: int, world_size: int) -> None:
+def _work(connection, call: bytes, rank: int, world_size: int, device: Device) -> None:
     torch.set_num_threads(1)
     try:
         folder, sys.path[:], step_of_rank = pickle.loads(call)
         os.chdir(folder)
-        answer = True, _execute(pickle.loads(step_of_rank), rank, world_size)
-    except DataDependentOutputException:
-        hint = "a dry run has no values to read; for moekit.dispatch pass via=static_transport()"
-        answer = False, f"{traceback.format_exc()}{hint}"
-    except BaseException:
+        answer = True, _execute(pickle.loads(step_of_rank), rank, world_size, device)
+    except BaseException as error:
         answer = False, traceback.format_exc()
+        if any(says in str(error) for says in ("meta tensor", "meta device", "unallocated storage")):
+            hint = "a dry run has no values to read; for moekit.dispatch pass via=static_transport()"
+            answer = False, f"{traceback.format_exc()}{hint}"
     connection.send_bytes(pickle.dumps(answer))
 
 
-def _execute(step_of_rank: Callable[[int], Step], rank: int, world_size: int) -> Record:
+def _execute(step_of_rank: Callable[[int], Step], rank: int, world_size: int, device: Device) -> Record:
     # Private to torch, and only there when it was built with distributed.
     from torch._C._distributed_c10d import FakeWork
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -321,9 +328,12 @@ def _execute(step_of_rank: Callable[[int], Step], rank: int, world_size: int) ->
     recorder = Recorder()
     # This process has no other use, so what cannot be seen from a dispatch mode is put in here.
     setattr(FakeWork, "wait", lambda work, *_, **__: recorder.wait(work) or True)  # noqa: B010
+    backend = dist.ProcessGroup._get_backend
+    of_meta = lambda group, device: backend(group, torch.device("cpu") if device.type == "meta" else device)  # noqa: E731
+    setattr(dist.ProcessGroup, "_get_backend", of_meta)  # noqa: B010
     for name in (x for x in dir(dist.ProcessGroup) if "reduce" in x and not x.startswith("__")):
         _note_reduce_op(name, recorder)
-    with FakeTensorMode(), recorder:
+    with kernels_of(device), recorder:
         step = step_of_rank(rank)
         for number in (1, 2):
             gc.collect()

@@ -372,7 +372,7 @@ def test_collectives_of_a_dtensor_are_seen_and_its_bytes_are_those_of_the_rank()
     ],
 )
 def test_the_high_water_mark_is_what_a_real_step_takes_from_the_allocator(options, inside):
-    fake = record(partial(train_step, **options), rank=0, world_size=1)
+    fake = record(partial(train_step, **options), rank=0, world_size=1, device="cpu")
     step = train_step(0, **options)
     kinds = step()
     leaves = [x for k in ("parameters", "optimizer state") for x in kinds.pop(k).values(True, True)]

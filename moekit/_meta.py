@@ -1,0 +1,149 @@
+"""Operations on tensors of the meta device, which have shapes and no values, as a GPU would execute them.
+
+What torch's meta kernels work out is kept: an operation on arguments of the same kind takes a look-up. (On fake
+tensors the same step takes five times as long.)
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+META = torch.device("meta")
+
+
+class MetaOps:
+    """Executes operations of torch on meta tensors, whichever device they ask for."""
+
+    def __init__(self):
+        self._rules: dict[Any, str] = {}
+        self._results: dict[Any, tuple[bool, list[tuple]]] = {}
+
+    def __call__(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": META}
+            kwargs.pop("pin_memory", None)
+        rule = self._rules.get(func) or self._rules.setdefault(func, _rule(func))
+        if rule == "nothing":
+            return None
+        if rule == "to meta":
+            return torch.empty_like(args[0], device=META)
+        if rule == "communicates":
+            return _on_stubs(func, args, kwargs)
+        if rule == "views":
+            return func(*args, **kwargs)
+        key = func, _kind(args), tuple(sorted((name, _kind(x)) for name, x in kwargs.items()))
+        try:
+            known = self._results.get(key)
+        except TypeError:  # an argument that has no hash
+            return func(*args, **kwargs)
+        if known is None:
+            out = _grouped_mm(func, args, kwargs) if rule == "grouped" else func(*args, **kwargs)
+            made = [out] if isinstance(out, Tensor) else list(out)
+            if all(isinstance(x, Tensor) and x.is_meta for x in made):
+                kinds = [(x.shape, x.stride(), x.dtype) for x in made]
+                self._results[key] = isinstance(out, Tensor), kinds
+            return out
+        if rule == "in place":
+            return args[0]
+        one, kinds = known
+        made = [torch.empty_strided(n, stride, dtype=dtype, device=META) for n, stride, dtype in kinds]
+        return made[0] if one else tuple(made)
+
+
+def _rule(func: Any) -> str:
+    """Return how an operation is executed."""
+    schema = func._schema
+    aliases = [x.alias_info for x in schema.returns]
+    writes = [x.alias_info is not None and x.alias_info.is_write for x in schema.arguments]
+    if schema.name.startswith("c10d::"):
+        return "communicates"
+    if not schema.returns:
+        return "nothing"  # only changes values
+    if schema.name == "aten::lift_fresh":
+        return "to meta"
+    if schema.name == "aten::_grouped_mm":
+        return "grouped"
+    if any(str(x.type) != "Tensor" for x in schema.returns) or torch.Tag.inplace_view in func.tags:
+        return "views"
+    if any(aliases) or any(writes):
+        same = len(aliases) == 1 and writes[0] and aliases[0] and aliases[0].is_write
+        return "in place" if same else "views"
+    return "makes"
+
+
+def _kind(x: Any) -> Any:
+    """Return what an operation's result depends on, of an argument."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.is_meta
+    if isinstance(x, list | tuple):
+        return tuple(map(_kind, x))
+    return type(x), x
+
+
+def _on_stubs(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a process group, which takes no meta tensors and, a fake one, reads no others."""
+    stubs: list[tuple[Tensor, Tensor]] = []
+
+    def stub(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        stubs.append((torch.empty((), dtype=x.dtype, device="cpu").expand(x.shape), x))
+        return stubs[-1][0]
+
+    out = func(*tree_map(stub, args), **tree_map(stub, kwargs))
+    return tree_map(lambda y: next((x for s, x in stubs if s is y), y), out)
+
+
+def _grouped_mm(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Call torch's meta kernel, which knows bfloat16 alone, for any dtype."""
+    dtype = args[0].dtype
+    narrow = [torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device=META) for x in args[:2]]
+    out = func(*narrow, *args[2:], **kwargs)
+    return torch.empty_strided(out.shape, out.stride(), dtype=dtype, device=META)
+
+
+# --- What torch composes of other parts on the meta device ----------------------------
+
+
+@contextmanager
+def kernels_of(device: str) -> Iterator[None]:
+    """Make attention, and on ``"cuda"`` RMSNorm, hold what their fused kernels do, in this process."""
+    originals = F.rms_norm, F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _attention
+    if device == "cuda":
+        F.rms_norm = _rms_norm
+    try:
+        yield
+    finally:
+        F.rms_norm, F.scaled_dot_product_attention = originals
+
+
+def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    del enable_gqa  # its kernel takes any number of heads
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+
+
+def _rms_norm(input, normalized_shape, weight=None, eps=None):
+    del eps
+    return _RMSNorm.apply(input, weight, len(normalized_shape))
+
+
+class _RMSNorm(torch.autograd.Function):
+    """What CUDA's fused kernel keeps: its input, the gain, and a float32 a row."""
+
+    @staticmethod
+    def forward(ctx, x, gain, n_dims):
+        ctx.save_for_backward(x, gain, x.new_empty(x.shape[:-n_dims], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, gain, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if gain is None else torch.empty_like(gain), None
