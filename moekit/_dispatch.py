@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import register_dataclass
 
 from moekit._route import Routing
+from moekit.tree import has_values
 
 
 class Transport(NamedTuple):
@@ -157,8 +158,13 @@ def _combine_local(rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | 
 # --- Any number of ranks, any backend -------------------------------------------------
 
 
-def _on_host(sent: Int[Tensor, " n"], received: Int[Tensor, " n"]) -> list[list[int]]:
-    return torch.stack([sent, received]).tolist()
+def _on_host(sent: Int[Tensor, " n"], received: Int[Tensor, " n"], rows: int, mesh: DeviceMesh):
+    """Return the rows sent to and received from each rank: in a dry run, which has no values, as many each."""
+    if has_values(sent):
+        return torch.stack([sent, received]).tolist()
+    n, rank = mesh.size(), mesh.get_local_rank()
+    share = [(i + 1) * rows // n - i * rows // n for i in range(n)]
+    return share, [share[rank]] * n
 
 
 def dispatch_all_to_all(
@@ -171,7 +177,7 @@ def dispatch_all_to_all(
     n_out = rearrange(routing.counts, "(rank e) -> rank e", rank=mesh.size())
     n_in = all_to_all_single(n_out, None, None, mesh)  # (source rank, e): rows that come here
     # The host must know them to make the buffers: one wait.
-    n_sent, n_received = read(n_out.sum(1), n_in.sum(1))
+    n_sent, n_received = read(n_out.sum(1), n_in.sum(1), len(rows), mesh)
     rows = all_to_all_single_autograd(rows, n_received, n_sent, mesh)
     # Rows arrive in the order (source rank, expert); the experts want (expert, source rank).
     ids = torch.arange(n_in.shape[1], device=x.device).repeat(mesh.size())

@@ -86,16 +86,18 @@ def _kind(x: Any) -> Any:
 
 
 def _on_stubs(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call a process group, which takes no meta tensors and, a fake one, reads no others."""
+    """Call a fake process group, which takes no meta tensors: with empty ones, and without their splits."""
     stubs: list[tuple[Tensor, Tensor]] = []
 
     def stub(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        stubs.append((torch.empty((), dtype=x.dtype, device="cpu").expand(x.shape), x))
-        return stubs[-1][0]
+        if isinstance(x, Tensor):
+            stubs.append((torch.empty(0, dtype=x.dtype, device="cpu"), x))
+            return stubs[-1][0]
+        if isinstance(x, list):
+            return [stub(y) for y in x if not isinstance(y, int) or func._schema.name != "c10d::alltoall_base_"]
+        return x
 
-    out = func(*tree_map(stub, args), **tree_map(stub, kwargs))
+    out = func(*map(stub, args), **{name: stub(x) for name, x in kwargs.items()})
     return tree_map(lambda y: next((x for s, x in stubs if s is y), y), out)
 
 

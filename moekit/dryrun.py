@@ -5,6 +5,7 @@ what it sends and holds is written down. Then the ranks' calls are compared and 
 """
 
 import gc
+import math
 import os
 import pickle
 import sys
@@ -28,6 +29,9 @@ from moekit._dispatch import TRANSPORTS, Transport, dispatch_all_to_all
 from moekit._meta import kernels_of
 from moekit._recorder import Recorder
 from moekit._route import Routing
+from moekit.batch import make_batch
+from moekit.context import split_context
+from moekit.layouts import Layout
 from moekit.plan import GPUS
 from moekit.testing._ranks import _dumps, _pool
 
@@ -40,6 +44,7 @@ __all__ = [
     "Step",
     "compare",
     "dry_run",
+    "dry_run_recipe",
     "record",
     "replay",
     "sample_ranks",
@@ -101,13 +106,14 @@ def dry_run(
     *,
     ranks: Iterable[int] | None = None,
     device: Device = "cuda",
+    gpu: str | None = None,
     n_processes: int | None = None,
 ) -> Report:
     """Execute two steps on fake ranks; raise if the ranks do not fit together.
 
     Nothing is computed and nothing is sent: shapes, memory and the order of calls are what a real step has,
-    values are not there: every tensor is made on the meta device. So the row counts of
-    :func:`moekit.dispatch` cannot be read: pass ``via=static_transport()``.
+    values are not there: every tensor is made on the meta device. So routing is not known:
+    :func:`moekit.dispatch` takes it that every rank gets as many rows; :func:`static_transport` takes others.
 
     Parameters
     ----------
@@ -122,6 +128,8 @@ def dry_run(
         Those that are executed, by default all; see :func:`sample_ranks`. What the others do is taken to fit.
     device : {"cuda", "cpu"}
         Whose kernels the memory is counted for: they differ in what RMSNorm keeps.
+    gpu : str, optional
+        One of `moekit.plan.GPUS`, whose memory no rank may exceed.
     n_processes : int, optional
         Ranks executed at a time, by default as many as there are CPUs.
 
@@ -133,10 +141,10 @@ def dry_run(
     Raises
     ------
     ValueError
-        When ``ranks`` are none or not of the world, or ``n_processes`` is below 1.
+        When ``ranks`` are none or not of the world, ``gpu`` is unknown, or ``n_processes`` is below 1.
     RuntimeError
         When a rank raised, with its traceback; when the ranks' calls differ (:func:`compare`) or would
-        never end (:func:`replay`), with all that was found.
+        never end (:func:`replay`), or ranks need more memory than the GPU has, with all that was found.
 
     Examples
     --------
@@ -151,14 +159,73 @@ def dry_run(
     chosen = list(range(world_size)) if ranks is None else sorted(set(ranks))
     if not chosen or chosen[0] < 0 or chosen[-1] >= world_size:
         raise ValueError(f"dry_run needs ranks in [0, {world_size}), at least one, got {chosen}")
+    if gpu is not None and gpu not in GPUS:
+        raise ValueError(f"dry_run needs one of {sorted(GPUS)}, got {gpu!r}")
     if n_processes is not None and n_processes < 1:
         raise ValueError(f"dry_run needs n_processes >= 1, got {n_processes}")
     records = _run(step_of_rank, chosen, world_size, device, n_processes or os.cpu_count() or 1)
-    if problems := compare(records) or replay(records):
+    if problems := compare(records) or replay(records) or _over(records, gpu):
         raise RuntimeError(
             "\n".join([f"{len(chosen)} ranks of {world_size} do not fit together:", *problems])
         )
     return Report(records=tuple(records))
+
+
+def _over(records: Sequence[Record], gpu: str | None) -> list[str]:
+    """Return which ranks need more memory than a GPU has: a line for all that need as much."""
+    by_peak: dict[int, list[int]] = {}
+    for record in records:
+        if gpu is not None and record.peak >= GPUS[gpu].memory:
+            by_peak.setdefault(record.peak, []).append(record.rank)
+    return [
+        f"rank {_ranges(ranks)}: {peak / 1e9:.1f} GB, more than the {GPUS[gpu or ''].memory / 1e9:.0f} GB of an {gpu}"
+        for peak, ranks in sorted(by_peak.items(), reverse=True)
+    ]
+
+
+def dry_run_recipe(
+    build: Callable[[], tuple[DeviceMesh | None, DeviceMesh | None, dict[str, Any], Callable]],
+    layout: Layout,
+    *,
+    full: bool = False,
+    gpu: str | None = None,
+) -> Report:
+    """Execute the step of a recipe on fake ranks: two of every kind of group, and every stage of a pipeline.
+
+    Parameters
+    ----------
+    build : callable
+        ``build() -> (mesh, context, held, train_step)``, as recipes define it: makes everything a rank holds,
+        a dict with ``params`` and ``state``; ``train_step(held, batch, step)`` makes a step.
+    layout : Layout
+        From :func:`moekit.layouts.check_layout`: the sizes of the mesh and of the batch.
+    full : bool
+        Two ranks of every single group; see :func:`sample_ranks`.
+    gpu : str, optional
+        As for :func:`dry_run`.
+
+    Returns
+    -------
+    Report
+        As from :func:`dry_run`, which also says what is raised.
+    """
+
+    def step_of_rank(rank: int) -> Step:
+        mesh, context, held, train_step = build()
+        tokens = torch.zeros(layout.rows * layout.n_microbatches, layout.seq_len + 1, dtype=torch.int64)
+        batch = make_batch(tokens, torch.zeros_like(tokens), torch.arange(len(tokens)))
+        batch = split_context(batch, mesh=context)
+
+        def step() -> dict[str, Any]:
+            train_step(held, batch, 0)
+            named = {"params": "parameters", "state": "optimizer state"}
+            return {named[kind]: tree for kind, tree in held.items() if kind in named and tree is not None}
+
+        return step
+
+    sizes = {"pp": layout.pp, "edp": layout.edp or 1, "ep": layout.ep}
+    ranks = sample_ranks(sizes, full=full)
+    return dry_run(step_of_rank, math.prod(sizes.values()), ranks=ranks, gpu=gpu)
 
 
 def record(
@@ -171,16 +238,15 @@ def record(
     return _run(step_of_rank, [rank], world_size, device, 1)[0]
 
 
-def static_transport(rows: Sequence[Sequence[int]] | None = None) -> Transport:
+def static_transport(rows: Sequence[Sequence[int]]) -> Transport:
     """Return ``"all_to_all"`` with row counts that are known beforehand, for tensors without values.
 
     With real tensors it is wrong wherever the routing is another.
 
     Parameters
     ----------
-    rows : sequence of sequence of int, optional
-        ``rows[i][j]``: rows that rank i of the expert-parallel mesh sends to rank j. By default each rank
-        sends all the same number, to within one; then all need to have as many tokens.
+    rows : sequence of sequence of int
+        ``rows[i][j]``: rows that rank i of the expert-parallel mesh sends to rank j.
 
     Returns
     -------
@@ -198,13 +264,12 @@ def static_transport(rows: Sequence[Sequence[int]] | None = None) -> Transport:
         if mesh is None:
             return TRANSPORTS["local"].dispatch(x, routing, mesh)
         rank, size, n = mesh.get_local_rank(), mesh.size(), routing.expert_ids.numel()
-        sent = [[(j + 1) * n // size - j * n // size for j in range(size)]] * size if rows is None else rows
-        if len(sent) != size or any(len(row) != size for row in sent) or sum(sent[rank]) != n:
+        if len(rows) != size or any(len(row) != size for row in rows) or sum(rows[rank]) != n:
             raise ValueError(
                 f"static_transport needs rows ({size}, {size}) with {n} of rank {rank}, got "
-                f"{[len(row) for row in sent]} with {sum(sent[rank]) if rank < len(sent) else 'none'}"
+                f"{[len(row) for row in rows]} with {sum(rows[rank]) if rank < len(rows) else 'none'}"
             )
-        counts = [list(sent[rank]), [row[rank] for row in sent]]
+        counts = [list(rows[rank]), [row[rank] for row in rows]]
         return dispatch_all_to_all(x, routing, mesh, read=lambda *_: counts)
 
     def combine(rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None) -> Tensor:
@@ -313,8 +378,7 @@ def _work(connection, call: bytes, rank: int, world_size: int, device: Device) -
     except BaseException as error:
         answer = False, traceback.format_exc()
         if any(says in str(error) for says in ("meta tensor", "meta device", "unallocated storage")):
-            hint = "a dry run has no values to read; for moekit.dispatch pass via=static_transport()"
-            answer = False, f"{traceback.format_exc()}{hint}"
+            answer = False, f"{traceback.format_exc()}a dry run has no values to read"
     connection.send_bytes(pickle.dumps(answer))
 
 
@@ -385,14 +449,15 @@ def _order(kind: str) -> tuple[int, str]:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """Write ascending ranks as 0-3, 8."""
+    """Write ascending ranks as 0-3, 8; many as 0-3, ..., 511 (32 ranks)."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    text = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
+    return ", ".join(text if len(text) < 5 else [text[0], "...", f"{text[-1]} ({len(ranks)} ranks)"])
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

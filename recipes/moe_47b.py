@@ -2,12 +2,15 @@ r"""Train bench-8L, the 47 B model with 3.2 B active (or fewer experts), expert 
 
     torchrun --nproc-per-node 8 recipes/moe_47b.py --n-experts 128 --ep 8
     python recipes/moe_47b.py --n-experts 8
+    python recipes/moe_47b.py --dry-run --n-gpus 8 --ep 8
+    python recipes/moe_47b.py --dry-run --n-gpus 64 --ep 8 --cp 8 --seq-len 131072 --attention-via all_gather
     torchrun --nproc-per-node 4 recipes/moe_47b.py --toy --ep 4
     srun torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \
         --rdzv-endpoint $HEAD:29500 recipes/moe_47b.py --n-experts 128 --ep 8
 
-Differs from train_moe.py in the model, in random routing, which keeps experts evenly busy from the first
-step, and in what it prints: tokens/s, TFLOP/s, the part of the device's peak, and the peak memory.
+Differs from train_moe.py in the model, in rows that may be split over ranks (cp), in random routing, which
+keeps experts evenly busy from the first step, and in what it prints: tokens/s, TFLOP/s, the part of the
+device's peak, and the peak memory.
 """
 
 from dataclasses import dataclass, replace
@@ -19,7 +22,7 @@ import torch
 import tyro
 
 import moekit as mk
-from moekit import checkpoint, config, corpora, data, plan, tracking
+from moekit import checkpoint, config, corpora, data, dryrun, layouts, plan, tracking
 from moekit.mesh import data_rank
 
 # --- Config ---------------------------------------------------------------------------
@@ -30,9 +33,7 @@ class Config:
     """Everything this run depends on; logged whole."""
 
     n_experts: int = 128  # 8, 32, 48, 64 or 128 in the published bench
-    tokens: Path | None = (
-        None  # a file or folder of uint32 token ids; by default the standard library's bytes
-    )
+    tokens: Path | None = None  # a file or folder of uint32 token ids; else the standard library's bytes
     eos: int | None = None  # id that ends a document in token files
     n_steps: int = 20
     batch_size: int = 16  # sequences of the global batch
@@ -44,62 +45,81 @@ class Config:
     lr: float = 3e-4  # at its peak
     warmup_steps: int = 10
     ep: int = 1  # ranks that share one copy of the experts
+    cp: int = 1  # ranks that share a row
+    attention_via: Literal["all_to_all", "all_gather"] | None = None  # over heads, or keys; by default heads
     seed: int = 0
     toy: bool = False  # the same code at a width for a laptop, in float32
     folder: Path = Path("runs/moe_47b")
     save_every: int | None = None  # steps; by default nothing is saved
     resume: bool = False  # continue from the newest checkpoint in the folder, if any
     log_every: int = 5  # steps
+    gpu: Literal["h100", "h200", "b200", "b300"] | None = None  # refuse what exceeds its memory
+    dry_run: bool = False  # execute the step on fake ranks, without values, and say what it needs
+    n_gpus: int = 1  # ranks of a dry run
+    full: bool = False  # a dry run of two ranks of every single group
 
 
 cfg = tyro.cli(Config, description=__doc__)
-model = mk.preset("bench-8L", n_experts=cfg.n_experts)
+model = mk.preset("bench-8L", n_experts=cfg.n_experts, max_seq_len=max(cfg.seq_len, 8192))
 if cfg.toy:
     model = config.toy(model)
     cfg = replace(cfg, seq_len=min(cfg.seq_len, 128), n_steps=min(cfg.n_steps, 10))
-
-# --- Mesh, parameters, data -----------------------------------------------------------
-
-mesh = mk.make_mesh(ep=cfg.ep, n_experts=model.n_experts)  # None in a process that was started alone
-rank, n_ranks = data_rank(mesh)
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+layout = layouts.Layout.of(cfg)
+layout = layouts.check_layout(model, layout, n_gpus=cfg.n_gpus if cfg.dry_run else None, gpu=cfg.gpu)
+device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 dtype = torch.float32 if cfg.toy else torch.bfloat16
-params = mk.init_params(model, seed=cfg.seed, dtype=dtype, device=device, mesh=mesh)
 
+# --- What a rank holds, and one step ----------------------------------------------------
+
+
+def build():
+    """Make the mesh, what this rank holds, and the step: on real ranks, or on those of a dry run."""
+    mesh = mk.make_mesh(ep=cfg.ep, n_experts=model.n_experts)  # None in a process that was started alone
+    context = mk.mesh.context_mesh(mesh, cfg.cp)
+    params = mk.init_params(model, seed=cfg.seed, dtype=dtype, device=device, mesh=mesh)
+    lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=max(cfg.n_steps, 11))
+    optimizer = mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(lr, weight_decay=0.1))
+    optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
+    held = dict(params=params, state=optimizer.init(params) if cfg.optimize else None)
+
+    block = mk.remat(mk.model.transformer_block, cfg.recompute)
+    options = dict(config=model, assignment=cfg.assignment, block=block, attention_via=cfg.attention_via)
+    loss_fn = partial(mk.next_token_loss, **options, context=context, mesh=mesh)
+    grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches)
+    base_key = mk.random.make_key(cfg.seed, device)
+
+    def train_step(held, batch, step):
+        """Update what is held, and return the statistics of the global batch."""
+        key = None if cfg.assignment == "top_k" else mk.random.fold_in(base_key, step)
+        batch = mk.count_tokens(batch, mesh=mesh)
+        (_, stats), grads = grad_fn(held["params"], batch, key=key)
+        if cfg.optimize:
+            held["params"], held["state"] = optimizer.update(grads, held["state"], held["params"])
+        return mk.mesh.sum_over_ranks(stats, mesh=mesh)
+
+    return mesh, context, held, train_step
+
+
+if cfg.dry_run:
+    print(dryrun.dry_run_recipe(build, layout, full=cfg.full, gpu=cfg.gpu))
+    raise SystemExit
+
+# --- Train ----------------------------------------------------------------------------
+
+mesh, context, held, train_step = build()
+rank, n_ranks = data_rank(mesh)
 if cfg.tokens:
     files = corpora.token_files(cfg.tokens, dtype="uint32")
     corpus = corpora.corpus_of_tokens(files, eos=cfg.eos, vocab_size=model.vocab_size)
 else:
     corpus = corpora.corpus_of_text(corpora.standard_library(), corpora.byte_tokenizer())
-loader = data.Loader(data.pack(corpus, cfg.seq_len), cfg.batch_size, seed=cfg.seed, mesh=mesh)
-
-# --- Optimizer, one step --------------------------------------------------------------
-
-lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=max(cfg.n_steps, 11))
-optimizer = mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(lr, weight_decay=0.1))
-optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
-state = optimizer.init(params) if cfg.optimize else None
-block = mk.remat(mk.model.transformer_block, cfg.recompute)
-loss_fn = partial(mk.next_token_loss, config=model, assignment=cfg.assignment, block=block, mesh=mesh)
-grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches)
-base_key = mk.random.make_key(cfg.seed, device)
-
-
-def train_step(params, state, batch, key):
-    """Return the next parameters and optimizer state, and the statistics of the global batch."""
-    batch = mk.count_tokens(batch, mesh=mesh)
-    (_, stats), grads = grad_fn(params, batch, key=key)
-    if state is not None:
-        params, state = optimizer.update(grads, state, params)
-    return params, state, mk.mesh.sum_over_ranks(stats, mesh=mesh)
-
-
-# --- Train ----------------------------------------------------------------------------
+samples = data.pack(corpus, cfg.seq_len)
+loader = data.Loader(samples, cfg.batch_size, seed=cfg.seed, context=context, mesh=mesh)
 
 
 def snapshot(step):
     """Return everything that the next step depends on."""
-    return dict(params=params, state=state, data=loader.state_dict(), step=step)
+    return dict(held, data=loader.state_dict(), step=step)
 
 
 step = 0
@@ -116,8 +136,7 @@ progress = tracking.Progress(
 )  # fmt: skip
 flops = plan.flops_per_token(model, cfg.seq_len) / n_ranks
 for step in progress:
-    key = None if cfg.assignment == "top_k" else mk.random.fold_in(base_key, step)
-    params, state, stats = train_step(params, state, next(loader).to(device), key)
+    stats = train_step(held, next(loader).to(device), step)
     progress.log(stats, first_layer=model.n_dense_layers, flops_per_token=flops)
     if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.n_steps):
         with progress.paused():

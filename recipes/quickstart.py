@@ -18,7 +18,7 @@ import torch
 import tyro
 
 import moekit as mk
-from moekit import checkpoint, corpora, data, tracking
+from moekit import checkpoint, corpora, data, dryrun, layouts, tracking
 from moekit.mesh import data_rank
 
 # --- Config ---------------------------------------------------------------------------
@@ -45,6 +45,8 @@ class Config:
     log_every: int = 10  # steps
     save_every: int = 200  # steps
     sample_bytes: int = 300  # written at the end
+    dry_run: bool = False  # execute the step on fake ranks, without values, and say what it needs
+    n_gpus: int = 1  # ranks of a dry run
 
 
 cfg = tyro.cli(Config, description=__doc__)
@@ -58,44 +60,56 @@ model = mk.ModelConfig(
     balance_weight=0.01, router_z_weight=1e-4, head_z_weight=1e-4,
 )  # fmt: skip
 
-# --- Mesh -----------------------------------------------------------------------------
-
-mesh = mk.make_mesh(ep=cfg.ep, n_experts=model.n_experts)  # None in a process that was started alone
-rank, _ = data_rank(mesh)
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+layout = layouts.Layout.of(cfg)
+layout = layouts.check_layout(model, layout, n_gpus=cfg.n_gpus if cfg.dry_run else None)
+device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
-# --- Parameters, data, optimizer ------------------------------------------------------
+# --- What a rank holds, and one step ----------------------------------------------------
 
-params = mk.init_params(model, seed=cfg.seed, dtype=dtype, device=device, mesh=mesh)
-biases = torch.zeros(model.n_moe_layers, model.n_experts, device=device)
 
+def build():
+    """Make the mesh, what this rank holds, and the step: on real ranks, or on those of a dry run."""
+    mesh = mk.make_mesh(ep=cfg.ep, n_experts=model.n_experts)  # None in a process that was started alone
+    params = mk.init_params(model, seed=cfg.seed, dtype=dtype, device=device, mesh=mesh)
+    n_scheduled = max(cfg.n_steps, cfg.warmup_steps + 1)  # a shorter run only rises
+    lr = mk.optim.warmup_cosine(
+        cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=n_scheduled, floor=cfg.lr / 10
+    )
+    optimizer = mk.chain(mk.clip_by_global_norm(cfg.max_norm), mk.adamw(lr, weight_decay=cfg.weight_decay))
+    optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
+    biases = torch.zeros(model.n_moe_layers, model.n_experts, device=device)
+    held = dict(params=params, state=optimizer.init(params), biases=biases)
+
+    loss_fn = partial(mk.next_token_loss, config=model, mesh=mesh)
+    grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches)
+
+    def train_step(held, batch, step):
+        """Update what is held, and return the statistics of the global batch."""
+        batch = mk.count_tokens(batch, mesh=mesh)
+        (_, stats), grads = grad_fn(held["params"], batch, biases=held["biases"])
+        held["params"], held["state"] = optimizer.update(grads, held["state"], held["params"])
+        stats = mk.mesh.sum_over_ranks(stats, mesh=mesh)
+        held["biases"] = mk.balance.next_bias(held["biases"], stats["counts"], rate=cfg.bias_rate)
+        return stats
+
+    return mesh, None, held, train_step
+
+
+if cfg.dry_run:
+    print(dryrun.dry_run_recipe(build, layout))
+    raise SystemExit
+
+# --- Data -----------------------------------------------------------------------------
+
+mesh, _, held, train_step = build()
+rank, _ = data_rank(mesh)
 tokenizer = corpora.byte_tokenizer()
 files = corpora.standard_library() if cfg.text is None else corpora.text_files(cfg.text)
 train_files, held_out_files = corpora.split_files(files, held_out=0.05)
 train, held_out = (corpora.corpus_of_text(part, tokenizer) for part in (train_files, held_out_files))
 held_out_samples = data.pack(held_out, cfg.seq_len)
 loader = data.Loader(data.pack(train, cfg.seq_len), cfg.batch_size, seed=cfg.seed, mesh=mesh)
-
-n_scheduled = max(cfg.n_steps, cfg.warmup_steps + 1)  # a shorter run only rises
-lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=n_scheduled, floor=cfg.lr / 10)
-optimizer = mk.chain(mk.clip_by_global_norm(cfg.max_norm), mk.adamw(lr, weight_decay=cfg.weight_decay))
-optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
-state = optimizer.init(params)
-
-# --- One step -------------------------------------------------------------------------
-
-loss_fn = partial(mk.next_token_loss, config=model, mesh=mesh)
-grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches)
-
-
-def train_step(params, state, biases, batch):
-    """Return the next parameters, optimizer state and biases, and the statistics of the global batch."""
-    batch = mk.count_tokens(batch, mesh=mesh)
-    (_, stats), grads = grad_fn(params, batch, biases=biases)
-    params, state = optimizer.update(grads, state, params)
-    stats = mk.mesh.sum_over_ranks(stats, mesh=mesh)
-    return params, state, mk.balance.next_bias(biases, stats["counts"], rate=cfg.bias_rate), stats
 
 
 @torch.no_grad()
@@ -105,7 +119,8 @@ def bits_per_byte(samples):
     n_targets = torch.zeros((), dtype=torch.int64, device=device)
     for batch in data.Loader(samples, 64, shuffle=False, epochs=1, uneven=True, mesh=mesh):
         batch = mk.count_tokens(batch.to(device), mesh=mesh)
-        stats = mk.mesh.sum_over_ranks(loss_fn(params, batch, biases=biases)[1], mesh=mesh)
+        _, stats = mk.next_token_loss(held["params"], batch, config=model, biases=held["biases"], mesh=mesh)
+        stats = mk.mesh.sum_over_ranks(stats, mesh=mesh)
         nats += stats["cross_entropy"] * stats["n_targets"]
         n_targets += stats["n_targets"]
     return (nats / n_targets).item() / math.log(2)
@@ -116,7 +131,7 @@ def bits_per_byte(samples):
 
 def snapshot(step):
     """Return everything that the next step depends on."""
-    return dict(params=params, state=state, biases=biases, data=loader.state_dict(), step=step)
+    return dict(held, data=loader.state_dict(), step=step)
 
 
 step = 0
@@ -130,8 +145,9 @@ progress = tracking.Progress(
     token="byte", rank=rank,
 )  # fmt: skip
 for step in progress:
-    params, state, biases, stats = train_step(params, state, biases, next(loader).to(device))
-    progress.log(stats, first_layer=model.n_dense_layers, grad_norm=state["inner", "0", "norm"])
+    stats = train_step(held, next(loader).to(device), step)
+    grad_norm = held["state"]["inner", "0", "norm"]
+    progress.log(stats, first_layer=model.n_dense_layers, grad_norm=grad_norm)
     if step % cfg.save_every == 0 or step == cfg.n_steps:
         with progress.paused():
             checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
@@ -145,7 +161,9 @@ for step in progress:
 bpb = bits_per_byte(held_out_samples)
 prompt = torch.tensor([tokenizer.encode("def ")], device=device)
 key = mk.random.make_key(cfg.seed, device)
-new = mk.generate(params, prompt, cfg.sample_bytes, config=model, key=key, biases=biases, mesh=mesh)
+new = mk.generate(
+    held["params"], prompt, cfg.sample_bytes, config=model, key=key, biases=held["biases"], mesh=mesh
+)
 if rank == 0:
     trigram = corpora.trigram_bits_per_byte(train_files.values(), held_out_files.values())
     run.log(dict(held_out_bits_per_byte=bpb, trigram_bits_per_byte=trigram), step=step)

@@ -18,7 +18,7 @@ import torch
 import tyro
 
 import moekit as mk
-from moekit import checkpoint, corpora, data, hf, plan, tracking
+from moekit import checkpoint, corpora, data, dryrun, hf, layouts, plan, tracking
 from moekit.mesh import data_rank
 
 # --- Config ---------------------------------------------------------------------------
@@ -58,6 +58,10 @@ class Config:
     resume: bool = False  # continue from the newest checkpoint in the folder, if any
     log_every: int = 10  # steps
     save_every: int = 500  # steps
+    gpu: Literal["h100", "h200", "b200", "b300"] | None = None  # refuse what exceeds its memory
+    dry_run: bool = False  # execute the step on fake ranks, without values, and say what it needs
+    n_gpus: int = 1  # ranks of a dry run
+    full: bool = False  # a dry run of two ranks of every single group
 
 
 cfg = tyro.cli(Config, description=__doc__)
@@ -81,6 +85,51 @@ changes = {name: getattr(cfg, name) for name in ("n_experts", "balance_weight", 
 changes = {name: value for name, value in changes.items() if value is not None}
 model = replace(model, max_seq_len=max(cfg.seq_len, model.max_seq_len), **changes)
 
+layout = layouts.Layout.of(cfg)
+layout = layouts.check_layout(model, layout, n_gpus=cfg.n_gpus if cfg.dry_run else None, gpu=cfg.gpu)
+device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
+dtype = getattr(torch, cfg.dtype)
+
+# --- What a rank holds, and one step ----------------------------------------------------
+
+
+def build():
+    """Make the mesh, what this rank holds, and the step: on real ranks, or on those of a dry run."""
+    mesh = mk.make_mesh(edp=cfg.edp, ep=cfg.ep, n_experts=model.n_experts)  # None in a process started alone
+    if cfg.hf and not cfg.dry_run:
+        params = hf.import_olmoe(cfg.hf, config=model, dtype=dtype, device=device, mesh=mesh)
+    else:
+        params = mk.init_params(model, seed=cfg.seed, dtype=dtype, device=device, mesh=mesh)
+    lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=cfg.n_steps)
+    optimizer = mk.chain(mk.clip_by_global_norm(cfg.max_norm), mk.adamw(lr, weight_decay=cfg.weight_decay))
+    optimizer = mk.shard_optimizer(optimizer, reduce=cfg.reduce, mesh=mesh)
+    biases = torch.zeros(model.n_moe_layers, model.n_experts, device=device)
+    held = dict(params=params, state=optimizer.init(params), biases=biases)
+
+    block = mk.remat(mk.model.transformer_block, cfg.recompute)
+    loss_fn = partial(mk.next_token_loss, config=model, assignment=cfg.assignment, block=block, mesh=mesh)
+    grad_fn = mk.accumulate(
+        mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches, on_grad=optimizer.on_grad
+    )
+    base_key, chooses = mk.random.make_key(cfg.seed, device), cfg.assignment == "top_k"
+
+    def train_step(held, batch, step):
+        """Update what is held, and return the statistics of the global batch."""
+        key, biases = (None, held["biases"]) if chooses else (mk.random.fold_in(base_key, step), None)
+        batch = mk.count_tokens(batch, mesh=mesh)
+        (_, stats), grads = grad_fn(held["params"], batch, biases=biases, key=key)
+        held["params"], held["state"] = optimizer.update(grads, held["state"], held["params"])
+        stats = mk.mesh.sum_over_ranks(stats, mesh=mesh)
+        held["biases"] = mk.balance.next_bias(held["biases"], stats["counts"], rate=cfg.bias_rate)
+        return stats
+
+    return mesh, None, held, train_step
+
+
+if cfg.dry_run:
+    print(dryrun.dry_run_recipe(build, layout, full=cfg.full, gpu=cfg.gpu))
+    raise SystemExit
+
 # --- Data -----------------------------------------------------------------------------
 
 if cfg.tokens:
@@ -95,51 +144,16 @@ if corpus.vocab_size > model.vocab_size:
     )
 samples = data.pack(corpus, cfg.seq_len)
 
-# --- Mesh, parameters -----------------------------------------------------------------
-
-mesh = mk.make_mesh(
-    edp=cfg.edp, ep=cfg.ep, n_experts=model.n_experts
-)  # None in a process that was started alone
-rank, n_ranks = data_rank(mesh)
-device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-dtype = getattr(torch, cfg.dtype)
-if cfg.hf:
-    params = hf.import_olmoe(cfg.hf, config=model, dtype=dtype, device=device, mesh=mesh)
-else:
-    params = mk.init_params(model, seed=cfg.seed, dtype=dtype, device=device, mesh=mesh)
-biases = torch.zeros(model.n_moe_layers, model.n_experts, device=device)
-
-loader = data.Loader(samples, cfg.batch_size, seed=cfg.seed, mesh=mesh)
-
-# --- Optimizer, one step --------------------------------------------------------------
-
-lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=cfg.n_steps)
-optimizer = mk.chain(mk.clip_by_global_norm(cfg.max_norm), mk.adamw(lr, weight_decay=cfg.weight_decay))
-optimizer = mk.shard_optimizer(optimizer, reduce=cfg.reduce, mesh=mesh)
-state = optimizer.init(params)
-block = mk.remat(mk.model.transformer_block, cfg.recompute)
-loss_fn = partial(mk.next_token_loss, config=model, assignment=cfg.assignment, block=block, mesh=mesh)
-grad_fn = mk.accumulate(
-    mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches, on_grad=optimizer.on_grad
-)
-base_key, chooses = mk.random.make_key(cfg.seed, device), cfg.assignment == "top_k"
-
-
-def train_step(params, state, biases, batch, key):
-    """Return the next parameters, optimizer state and biases, and the statistics of the global batch."""
-    batch = mk.count_tokens(batch, mesh=mesh)
-    (_, stats), grads = grad_fn(params, batch, biases=biases if chooses else None, key=key)
-    params, state = optimizer.update(grads, state, params)
-    stats = mk.mesh.sum_over_ranks(stats, mesh=mesh)
-    return params, state, mk.balance.next_bias(biases, stats["counts"], rate=cfg.bias_rate), stats
-
-
 # --- Train ----------------------------------------------------------------------------
+
+mesh, _, held, train_step = build()
+rank, n_ranks = data_rank(mesh)
+loader = data.Loader(samples, cfg.batch_size, seed=cfg.seed, mesh=mesh)
 
 
 def snapshot(step):
     """Return everything that the next step depends on."""
-    return dict(params=params, state=state, biases=biases, data=loader.state_dict(), step=step)
+    return dict(held, data=loader.state_dict(), step=step)
 
 
 step = 0
@@ -148,16 +162,15 @@ if saved := checkpoint.resume(cfg.folder, snapshot(step), wanted=cfg.resume, con
     step = saved["step"]
 run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, resume=cfg.resume, rank=rank)
 if rank == 0:
-    print(mk.describe(params))
+    print(mk.describe(held["params"]))
 
 progress = tracking.Progress(
     run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len, rank=rank
 )
 flops = plan.flops_per_token(model, cfg.seq_len) / n_ranks
 for step in progress:
-    key = None if chooses else mk.random.fold_in(base_key, step)
-    params, state, biases, stats = train_step(params, state, biases, next(loader).to(device), key)
-    grad_norm = state["inner", "0", "norm"]
+    stats = train_step(held, next(loader).to(device), step)
+    grad_norm = held["state"]["inner", "0", "norm"]
     progress.log(stats, first_layer=model.n_dense_layers, flops_per_token=flops, grad_norm=grad_norm)
     if step % cfg.save_every == 0 or step == cfg.n_steps:
         with progress.paused():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 from hypothesis import given, settings, strategies as st
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
 
@@ -57,7 +58,6 @@ def train_step(
     recompute="none",
     reduce="step",
     rows=None,
-    via="static",
 ):
     """Make a whole training step in bfloat16, as a recipe does."""
     mesh = mk.make_mesh(edp=edp, ep=ep, device="cpu") if edp * ep > 1 else None
@@ -66,7 +66,7 @@ def train_step(
     optimizer = mk.shard_optimizer(optimizer, reduce=reduce, mesh=mesh)
     state = optimizer.init(params)
     block = mk.remat(mk.model.transformer_block, recompute)
-    via = static_transport(rows(rank) if rows else None) if via == "static" else via
+    via = static_transport(rows(rank)) if rows else None
     loss = partial(mk.next_token_loss, config=config, block=block, via=via, mesh=mesh)
     grad_fn = mk.value_and_grad(loss, has_aux=True)
     grad_fn = mk.accumulate(grad_fn, n_microbatches, on_grad=optimizer.on_grad)
@@ -455,10 +455,10 @@ def test_a_rank_that_dies_is_named():
         dry_run(lambda rank: os._exit(7), 1)
 
 
-def test_reading_values_says_what_to_pass():
-    run = partial(train_step, ep=2, b=2, s=16, via=None)
-    with pytest.raises(RuntimeError, match=r"(?s)has no values to read.*via=static_transport\(\)"):
-        record(run, rank=0, world_size=2)
+@pytest.mark.parametrize("read", [Tensor.item, Tensor.tolist, Tensor.numpy, bool])
+def test_reading_values_is_an_error_that_says_so(read):
+    with pytest.raises(RuntimeError, match="a dry run has no values to read"):
+        record(lambda rank: lambda: read(torch.ones(()) if read is not Tensor.tolist else torch.ones(2)), rank=0, world_size=1)
 
 
 def test_a_step_that_returns_something_else_is_an_error():

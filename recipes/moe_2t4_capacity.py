@@ -1,0 +1,156 @@
+r"""Test the capacity of 512 GPUs with ultra-256, 2.38 T parameters: experts over 32 ranks, rows by DeepEP.
+
+    python recipes/moe_2t4_capacity.py --dry-run
+    torchrun --nproc-per-node 8 recipes/moe_2t4_capacity.py --toy
+    srun torchrun --nnodes 64 --nproc-per-node 8 --rdzv-backend c10d \
+        --rdzv-endpoint $HEAD:29500 recipes/moe_2t4_capacity.py
+
+Differs from moe_1t2.py in the model, in ep, which spans four hosts, in the transport between them, and in
+what it is for: a few steps with random routing that say whether the model fits and how fast it is.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+import moekit as mk
+from moekit import checkpoint, config, corpora, data, dryrun, layouts, plan, schedules, tracking
+
+# --- Config ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything this run depends on; logged whole."""
+
+    tokens: Path | None = None  # a file or folder of uint32 token ids; else the standard library's bytes
+    eos: int | None = None  # id that ends a document in token files
+    n_steps: int = 10
+    batch_size: int = 8192  # sequences of the global batch
+    seq_len: int = 8192  # tokens
+    n_microbatches: int = 64  # slices of a rank's part of the batch, one after the other through the stages
+    recompute: Literal["none", "block"] = "block"
+    assignment: Literal["top_k", "random", "uniform"] = "random"
+    via: Literal["deepep", "all_to_all"] = "deepep"  # how rows travel on GPUs
+    lr: float = 2e-4  # at its peak
+    warmup_steps: int = 5
+    pp: int = 8  # ranks that a batch passes one after the other
+    n_per_rank: int = 2  # stages of each
+    ep: int = 32  # ranks of a stage that share one copy of its experts
+    cp: int = 1  # ranks that share a row
+    seed: int = 0
+    toy: bool = False  # the same code on 8 processes at a width for a laptop, in float32
+    folder: Path = Path("runs/moe_2t4_capacity")
+    save_every: int | None = None  # steps; by default nothing is saved
+    resume: bool = False  # continue from the newest checkpoint in the folder, if any
+    log_every: int = 1  # steps
+    gpu: Literal["h100", "h200", "b200", "b300"] | None = None  # refuse what exceeds its memory
+    dry_run: bool = False  # execute the step on fake ranks, without values, and say what it needs
+    n_gpus: int = 512  # ranks of a dry run
+    full: bool = False  # a dry run of two ranks of every single group
+
+
+cfg = tyro.cli(Config, description=__doc__)
+model = mk.preset("ultra-256", max_seq_len=max(cfg.seq_len, 8192))
+if cfg.toy:
+    model = config.toy(model)
+    cfg = replace(cfg, pp=2, ep=2, seq_len=64, batch_size=16, n_microbatches=4, n_steps=5, warmup_steps=2)
+layout = layouts.Layout.of(cfg)
+layout = layouts.check_layout(model, layout, n_gpus=cfg.n_gpus if cfg.dry_run else None, gpu=cfg.gpu)
+device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
+dtype = torch.float32 if cfg.toy else torch.bfloat16
+stages = plan.split_layers(model, cfg.pp * cfg.n_per_rank, seq_len=cfg.seq_len)
+schedule = schedules.interleaved(cfg.pp, cfg.n_microbatches, cfg.n_per_rank)
+
+# --- What a rank holds, and one step ----------------------------------------------------
+
+
+def build():
+    """Make the mesh, what this rank holds, and the step: on real ranks, or on those of a dry run."""
+    mesh = mk.make_mesh(pp=cfg.pp, ep=cfg.ep, n_experts=model.n_experts)
+    stage_mesh = mesh["edp", "ep"]
+    context = mk.mesh.context_mesh(mesh, cfg.cp)
+    mine = [stages[i] for i in schedule.stages_of(mesh["pp"].get_local_rank())]
+    params = mk.init_params(model, seed=cfg.seed, dtype=dtype, device=device, stages=mine, mesh=mesh)
+    lr = mk.optim.warmup_cosine(
+        cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=cfg.n_steps, floor=cfg.lr / 10
+    )
+    optimizer = mk.chain(mk.clip_by_global_norm(1.0, mesh=mesh), mk.adamw(lr, weight_decay=0.1))
+    optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
+    held = dict(params=params, state=optimizer.init(params))
+
+    block = mk.remat(mk.model.transformer_block, cfg.recompute)
+    via = "all_to_all" if cfg.toy or cfg.dry_run else cfg.via
+    options = dict(
+        config=model, assignment=cfg.assignment, via=via, block=block, context=context, mesh=stage_mesh
+    )
+    grad_fn = mk.pipeline(
+        [partial(mk.model.stage_loss, stage=stage, **options) for stage in stages],
+        schedule=schedule,
+        boundary=lambda part: torch.empty(*part.tokens.shape, model.d_model, dtype=dtype, device=device),
+        mesh=mesh["pp"],
+    )
+    base_key = mk.random.make_key(cfg.seed, device)
+
+    def train_step(held, batch, step):
+        """Update what is held, and return the statistics of the global batch."""
+        key = None if cfg.assignment == "top_k" else mk.random.fold_in(base_key, step)
+        batch = mk.count_tokens(batch, mesh=stage_mesh)
+        (_, stats), grads = grad_fn(held["params"], batch, key=key)
+        held["params"], held["state"] = optimizer.update(grads, held["state"], held["params"])
+        return mk.mesh.sum_over_ranks(stats, mesh=mesh)
+
+    return mesh, context, held, train_step
+
+
+if cfg.dry_run:
+    print(dryrun.dry_run_recipe(build, layout, full=cfg.full, gpu=cfg.gpu))
+    raise SystemExit
+
+# --- Train ----------------------------------------------------------------------------
+
+mesh, context, held, train_step = build()
+rank, n_ranks = torch.distributed.get_rank(), mesh.size()
+if cfg.tokens:
+    files = corpora.token_files(cfg.tokens, dtype="uint32")
+    corpus = corpora.corpus_of_tokens(files, eos=cfg.eos, vocab_size=model.vocab_size)
+else:
+    corpus = corpora.corpus_of_text(corpora.standard_library(), corpora.byte_tokenizer())
+samples = data.pack(corpus, cfg.seq_len)
+loader = data.Loader(samples, cfg.batch_size, seed=cfg.seed, context=context, mesh=mesh["edp", "ep"])
+
+
+def snapshot(step):
+    """Return everything that the next step depends on."""
+    return dict(held, data=loader.state_dict(), step=step)
+
+
+step = 0
+if cfg.save_every and (
+    saved := checkpoint.resume(cfg.folder, snapshot(step), wanted=cfg.resume, config=model, mesh=mesh)
+):
+    loader.load_state_dict(saved["data"])
+    step = saved["step"]
+run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, resume=cfg.resume, rank=rank)
+if rank == 0:
+    bubble = schedules.play(schedule).bubble
+    print(f"{[len(stage.layers) for stage in stages]} layers a stage, bubble {bubble:.1%}")
+gpu = plan.gpu_named(torch.cuda.get_device_name()) if device.type == "cuda" else None
+progress = tracking.Progress(
+    run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len,
+    peak_flops=gpu and gpu.flops, rank=rank,
+)  # fmt: skip
+flops = plan.flops_per_token(model, cfg.seq_len) / n_ranks
+for step in progress:
+    stats = train_step(held, next(loader).to(device), step)
+    grad_norm = held["state"]["inner", "0", "norm"]
+    progress.log(stats, first_layer=model.n_dense_layers, flops_per_token=flops, grad_norm=grad_norm)
+    if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.n_steps):
+        with progress.paused():
+            checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
+run.finish()
+torch.distributed.destroy_process_group()
