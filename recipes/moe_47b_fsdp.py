@@ -23,6 +23,7 @@ import torch.distributed as dist
 import tyro
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 import moekit as mk
 from moekit import config, corpora, data, plan, tracking
@@ -127,12 +128,19 @@ def shard(net, mesh):
     """Shard every block, and what stands before and behind them; gather each during the one before."""
     dtype = torch.float32 if cfg.toy else torch.bfloat16
     bf16 = MixedPrecisionPolicy(dtype, dtype, cast_forward_inputs=False)  # RoPE tables stay float32
-    layers, on = list(net.layers.values()), data_mesh(mesh)
+    layers, dp = list(net.layers.values()), data_mesh(mesh)
+
+    def wrap(module, keep, policy):  # with fewer experts than ranks, each rank has a part of every expert
+        fully_shard(
+            module, mesh=dp, reshard_after_forward=not keep, mp_policy=policy,
+            shard_placement_fn=lambda p: Shard(int(p.ndim == 3 and len(p) < dp.size())),
+        )  # fmt: skip
+
     for router in (m for m in net.modules() if isinstance(m, Router)):
-        fully_shard(router, mesh=on, reshard_after_forward=False)
-    for layer in layers:  # backward begins with the last one, which stays gathered
-        fully_shard(layer, mesh=on, reshard_after_forward=layer is not layers[-1], mp_policy=bf16)
-    fully_shard(net, mesh=on, reshard_after_forward=False, mp_policy=bf16)  # embedding, last norm, head
+        wrap(router, True, MixedPrecisionPolicy())
+    for layer in layers:
+        wrap(layer, layer is layers[-1], bf16)  # backward begins with the last one, which stays gathered
+    wrap(net, True, bf16)  # embedding, last norm, head
     for before, after in pairwise([net, *layers]):  # a module that is gathered already: no prefetch
         ahead = [m for m in after.modules() if isinstance(m, FSDPModule)]
         before.set_modules_to_forward_prefetch(ahead if cfg.overlap else [before])
@@ -150,9 +158,11 @@ def draw(net):
         if p.ndim == 1:
             rows.fill_(1.0)
             continue
-        first = p.device_mesh.get_local_rank() * -(-len(p) // p.device_mesh.size())
+        dim, rank, n_ranks = p.placements[0].dim, p.device_mesh.get_local_rank(), p.device_mesh.size()
+        first = rank * -(-len(p) // n_ranks) if dim == 0 else 0
         for i in range(len(rows)):
-            rows[i] = draw_slab(cfg.seed, name, first + i, p.shape[1:]).mul_(model.init_std)
+            row = draw_slab(cfg.seed, name, first + i, p.shape[1:]).mul_(model.init_std)
+            rows[i] = row if dim == 0 else row.chunk(n_ranks)[rank]
 
 
 def build():
