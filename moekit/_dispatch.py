@@ -67,9 +67,11 @@ def dispatch(
         Tokens of this rank. ``t`` may differ between ranks.
     routing : Routing
         From :func:`moekit.route`. Rank i of ``mesh`` holds experts [i * e, (i + 1) * e).
-    via : {"local", "all_to_all"} or Transport, optional
+    via : {"local", "all_to_all", "deepep"} or Transport, optional
         By default ``"local"`` on one rank, else ``"all_to_all"``, which works on any backend and reads the
-        row counts on the host.
+        row counts on the host. ``"deepep"`` is DeepEP 2, imported when asked for: bfloat16 on CUDA, d a
+        multiple of 256; each rank's sum is rounded to bfloat16 before the last sum. Not yet run on its
+        kernels.
     mesh : DeviceMesh, optional
         The one-axis expert-parallel mesh, ``mesh["ep"]``.
 
@@ -81,8 +83,10 @@ def dispatch(
     Raises
     ------
     ValueError
-        When ``mesh`` has more than one axis, does not divide the number of experts, ``via`` is unknown, or
-        tokens and routing differ in number. Raised before any communication.
+        When ``mesh`` has more than one axis, does not divide the number of experts, ``via`` is unknown or
+        does not take these tokens, or tokens and routing differ in number. Raised before any communication.
+    ImportError
+        When DeepEP is asked for and not installed.
 
     References
     ----------
@@ -131,8 +135,13 @@ def _transport(via: str | Transport | None, size: int) -> Transport:
         via = "local" if size == 1 else "all_to_all"
     if via == "local" and size > 1:
         raise ValueError(f"dispatch via 'local' needs one rank, got ep={size}; use via='all_to_all'")
+    if via == "deepep":
+        from moekit import _deepep  # which imports this module, and DeepEP when it is called
+
+        return Transport(_deepep.dispatch, _deepep.combine)
     if via not in TRANSPORTS:
-        raise ValueError(f"dispatch needs via in {sorted(TRANSPORTS)} or a moekit.Transport, got {via!r}")
+        known = sorted([*TRANSPORTS, "deepep"])
+        raise ValueError(f"dispatch needs via in {known} or a moekit.Transport, got {via!r}")
     return TRANSPORTS[via]
 
 

@@ -145,6 +145,19 @@ def test_moe_47b_has_the_same_losses_on_ranks_of_experts(tmp_path):
     assert len(want) == 3 and all(abs(got[step] - want[step]) < 1e-4 for step in want)
 
 
+def test_the_fully_sharded_moe_47b_has_the_losses_of_the_expert_parallel_one(tmp_path):
+    common = ["--toy", "--n-steps", 3, "--batch-size", 8, "--log-every", 1, "--lr", 3e-3]
+    want = losses(run("recipes/moe_47b.py", *common, "--folder", tmp_path / "want"))
+    fsdp = ["recipes/moe_47b_fsdp.py", *common, "--folder", tmp_path / "fsdp"]
+    parts = ["--n-microbatches", 2]
+    alone = losses(run(*fsdp, "--no-overlap"))
+    two = losses(torchrun(2, *fsdp, *parts, "--recompute", "block"))
+    four = losses(torchrun(4, *fsdp, *parts, "--reduce", "micro_batch"))
+    assert len(want) == 3 and want[3] < want[1] - 0.05
+    for got in (alone, two, four):
+        assert got.keys() == want.keys() and all(abs(got[i] - want[i]) < 1e-5 for i in want)
+
+
 def test_moe_1t2_trains_in_a_pipeline_and_continues_with_the_same_losses(tmp_path):
     common = ["recipes/moe_1t2.py", "--toy", "--save-every", 3, "--folder", tmp_path]
     whole = losses(torchrun(4, *common, plain=True))

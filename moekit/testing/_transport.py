@@ -24,16 +24,21 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def check_transport(
-    transport: str | Transport, *, n_ranks: Sequence[int] = (1, 2, 4), device: str = "cpu"
+    transport: str | Transport,
+    *,
+    n_ranks: Sequence[int] = (1, 2, 4),
+    dtypes: Sequence[torch.dtype] = tuple(TOLERANCE),
+    d_model: int = 16,
+    device: str = "cpu",
 ) -> None:
     """Check that a transport keeps its contract, on ranks of this machine.
 
     In every case the rows must be in the order (expert, source rank, token), the offsets must be int32 ends
     of each expert's rows, and after experts that multiply by a factor of their own, outputs, gradients of the
     tokens and of the weights, and gradients of the experts' factors must be those of the plain sum; twice in
-    a row with the same bits. Cases: uneven tokens, ranks and experts without any, one expert that takes all;
-    float64, float32 and bfloat16. On an even number of ranks also, in float64, with ``mesh["ep"]`` of a mesh
-    (2, n/2): there ranks and groups are not those of the world.
+    a row with the same bits. Cases: uneven tokens, ranks and experts without any, one expert that takes all.
+    On an even number of ranks also, in the first dtype, with ``mesh["ep"]`` of a mesh (2, n/2): there ranks
+    and groups are not those of the world.
 
     Parameters
     ----------
@@ -41,6 +46,10 @@ def check_transport(
         As ``via`` of :func:`moekit.dispatch`.
     n_ranks : sequence of int
         Numbers of ranks; with 1, ``mesh=None`` is checked as well.
+    dtypes : sequence of torch.dtype
+        Of float64, float32 and bfloat16, those that the transport takes.
+    d_model : int
+        Width of the tokens.
     device : {"cpu", "cuda"}
         As for :class:`moekit.testing.ranks`.
 
@@ -51,26 +60,27 @@ def check_transport(
         raised, and in which case.
     """
     for n in n_ranks:
-        ranks(n, device=device)(_check, transport, device)
+        ranks(n, device=device)(_check, transport, tuple(dtypes), d_model, device)
 
 
-def _check(transport: str | Transport, device: str) -> None:
+def _check(transport: str | Transport, dtypes: tuple[torch.dtype, ...], d_model: int, device: str) -> None:
     world = dist.get_world_size()
-    all_dtypes = (torch.float64, torch.float32, torch.bfloat16)
-    meshes: list = [(init_device_mesh(device, (world,), mesh_dim_names=("ep",)), "ep", all_dtypes)]
+    meshes: list = [(init_device_mesh(device, (world,), mesh_dim_names=("ep",)), "ep", dtypes)]
     if world == 1:
-        meshes.append((None, "None", all_dtypes))
+        meshes.append((None, "None", dtypes))
     if world % 2 == 0:
         mesh = init_device_mesh(device, (2, world // 2), mesh_dim_names=("edp", "ep"))
-        meshes.append((mesh["ep"], f"ep of (edp=2, ep={world // 2})", (torch.float64,)))
-    for mesh, label, dtypes in meshes:
+        meshes.append((mesh["ep"], f"ep of (edp=2, ep={world // 2})", dtypes[:1]))
+    for mesh, label, of_mesh in meshes:
         for case, (n_tokens, per_rank, top_k, choice) in CASES.items():
-            for dtype in dtypes:
+            for dtype in of_mesh:
                 n_experts = per_rank * (1 if mesh is None else mesh.size())
                 ids = _choose(choice, n_tokens(dist.get_rank()), n_experts, top_k).to(device)
                 where = f"{case}, {dtype}, {world} ranks, mesh={label}"
                 try:
-                    first, second = (_run(transport, ids, n_experts, dtype, mesh, where) for _ in range(2))
+                    first, second = (
+                        _run(transport, ids, n_experts, dtype, d_model, mesh, where) for _ in range(2)
+                    )
                 except Exception as error:
                     error.add_note(f"check_transport: {where}")
                     raise
@@ -92,6 +102,7 @@ def _run(
     ids: Tensor,
     n_experts: int,
     dtype: torch.dtype,
+    d_model: int,
     mesh: DeviceMesh | None,
     where: str,
 ) -> dict[str, Tensor]:
@@ -106,7 +117,7 @@ def _run(
     rank, size = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
     group = None if mesh is None else mesh.get_group()
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
-    x = torch.randn(len(ids), 16, generator=generator, dtype=torch.float64).to(ids.device, dtype)
+    x = torch.randn(len(ids), d_model, generator=generator, dtype=torch.float64).to(ids.device, dtype)
     x[:, 0] = (
         torch.arange(len(ids), device=ids.device) + 32 * dist.get_rank()
     ) / 256  # says whence a row came; exact in bfloat16
@@ -135,8 +146,9 @@ def _run(
     check("order of rows", sent.rows.detach()[:valid, 0].cpu(), torch.cat(origins))
 
     experts = torch.tensor(mine).repeat_interleave(sizes).to(ids.device)
-    tail = sent.rows.new_full((len(sent.rows) - valid, 16), torch.nan)  # nobody may read these
-    rows = torch.cat([sent.rows[:valid] * factors[experts, None].to(dtype), tail])
+    tail = sent.rows.new_full((len(sent.rows) - valid, d_model), torch.nan)  # nobody may read these
+    # In float32 at least, else the sum over d of a wide token's products says little in bfloat16.
+    rows = torch.cat([(sent.rows[:valid].to(above) * factors[experts, None]).to(dtype), tail])
     y = combine(rows, sent)
     assert sent.rows.dtype == y.dtype == dtype, f"dtype ({where}): {sent.rows.dtype} and {y.dtype}"
     grads = torch.autograd.grad(y, (x, weights, factors), out_grad)
