@@ -77,7 +77,7 @@ def test_a_schedule_whose_order_is_impossible_is_refused():
         Schedule(late, good.rank_of, 2)
     dropped = (good.ops[0][1:], good.ops[1])
     with refuses(
-        "forward and backward of rank 0's stages once, missing: F0.0, not its own: none, twice: none"
+        "(B, or I and W) of rank 0's stages once, missing: F0.0, not its own: none, twice: none"
     ):
         Schedule(dropped, good.rank_of, 2)
     with refuses("rank 0's stages once, missing: none, not its own: none, twice: F0.1"):
