@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+
 @contextmanager
 def keeps_what_it_saves(who: str) -> Iterator[None]:
     """Refuse what packs or recomputes the tensors that a backward reads: each part would do it again.
@@ -71,9 +72,13 @@ def backward_of_input(
         if edge.node in beside:  # it depends on weights alone
             seed = torch.ones_like(root) if grad is None else grad
             arriving[edge.node] = _plus(arriving.get(edge.node), edge.output_nr, seed)
+    groups = graph.groups(without=early)
+    groups.sort(key=lambda group: len(group[0]) == 1)  # only then may a group free what it has walked
     handles = [
         node.register_prehook(lambda grads, node=node: arriving.__setitem__(node, grads))
-        for node in graph.joints
+        for nodes, _ in groups
+        for node in nodes
+        if node not in beside
     ]
     try:
         tensors, grads = zip(*roots, strict=True)
@@ -81,8 +86,6 @@ def backward_of_input(
     finally:
         for handle in handles:
             handle.remove()
-    groups = graph.groups(without=early)
-    groups.sort(key=lambda group: len(group[0]) == 1)  # only then may a group free what it has walked
 
     def backward_of_weights() -> None:
         while groups:
@@ -122,7 +125,6 @@ class _Graph:
 
     def __init__(self, roots: list[GradientEdge], x: Tensor, weights: Sequence[Tensor]):
         self.roots = roots
-        self._weight_of: dict[Any, Tensor] = {}  # by AccumulateGrad
         leaves = {id(w): w for w in weights}
         self.on_path: set[Any] = set()  # looked up, never walked: its order differs between ranks
         self._weights: dict[Any, dict[int, Tensor]] = {}  # of a node beside the path, by id

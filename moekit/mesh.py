@@ -177,7 +177,8 @@ def layout(name: str, mesh: DeviceMesh) -> tuple[DeviceMesh, tuple[Placement, ..
     every other               dp            (Replicate,)            (Partial,)
     ========================= ============= ======================= =============================
 
-    A tied embedding of a model in stages lies on :func:`ends_mesh` instead of dp.
+    A tied embedding of a model in stages lies on :func:`ends_mesh` instead of dp, unless one rank has both
+    the first and the last stage.
 
     Raises
     ------

@@ -429,18 +429,22 @@ def _of_torch(who: str, name: str, rank_of: Sequence[int], n_microbatches: int, 
         ) from error
     ops = []
     for of_rank in actions:  # None: a gap; sub_actions: a pair to be overlapped
-        single = [part for action in of_rank if action is not None for part in action.sub_actions or (action,)]
+        single = [
+            part for action in of_rank if action is not None for part in action.sub_actions or (action,)
+        ]
         ops.append([Op(a.computation_type.value, a.stage_index, a.microbatch_index) for a in single])
     return _schedule(ops, rank_of, n_microbatches)
 
 
-def _costs(cost: Mapping[str, float | int] | None) -> dict[str, float]:
+def _costs(cost: Mapping[str, float | int] | None) -> Mapping[str, float | int]:
     """Return the costs of F, B, I and W."""
-    known = {"F": 1.0, "I": 1.0, "W": 1.0} if cost is None else dict(cost)
+    known: dict[str, float | int] = {"F": 1.0, "I": 1.0, "W": 1.0} if cost is None else dict(cost)
     if "B" in known:
         known = {"I": known["B"] / 2, "W": known["B"] / 2} | known
     if not {"F", "I", "W"} <= known.keys():
-        raise ValueError(f"play needs the costs of F and of B, or of F, I and W, got those of {sorted(known)}")
+        raise ValueError(
+            f"play needs the costs of F and of B, or of F, I and W, got those of {sorted(known)}"
+        )
     return {"B": known["I"] + known["W"]} | known
 
 
