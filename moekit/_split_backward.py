@@ -176,9 +176,10 @@ def _post_order(roots: Iterable[Any]) -> Iterator[Any]:
 
 def _plus(grads: tuple | None, i: int, grad: Tensor) -> tuple:
     """Return gradients of a node's outputs with one more of output ``i``."""
-    out = list(grads or ()) + [None] * (i + 1 - len(grads or ()))
-    out[i] = grad if out[i] is None else out[i] + grad
-    return tuple(out)
+    out: dict[int, Tensor | None] = dict(enumerate(grads or ()))
+    before = out.get(i)
+    out[i] = grad if before is None else before + grad
+    return tuple(out.get(j) for j in range(max(out) + 1))
 
 
 def _cannot_split(who: str, node: Any) -> str:

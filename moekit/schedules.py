@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 
 class Op(NamedTuple):
-    """One step of a rank: a forward, a backward or part of one, or, once lowered, a message between stages."""
+    """One step of a rank: a forward, a backward or a part of it; once lowered, also a message."""
 
     kind: Literal["F", "B", "I", "W", "send_F", "recv_F", "send_B", "recv_B"]
     stage: int  # of a message: the stage that sends, or receives
@@ -47,10 +47,10 @@ class Schedule:
             raise ValueError(f"Schedule needs stages on ranks 0 to {self.n_ranks - 1}, got ranks {bad}")
         for rank, ops in enumerate(self.ops):
             mine = {
-                Op(kind, stage, i)
+                op
                 for stage in self.stages_of(rank)
                 for i in range(self.n_microbatches)
-                for kind in ("F", *(("I", "W") if self.splits(stage, i) else ("B",)))
+                for op in (Op("F", stage, i), *self._backward(stage, i))
             }
             if len(set(ops)) != len(ops) or set(ops) != mine:
                 raise ValueError(
@@ -78,6 +78,9 @@ class Schedule:
         """Return whether this backward is split into I and W."""
         return (stage, micro_batch) in self._split
 
+    def _backward(self, stage: int, i: int) -> tuple[Op, ...]:
+        return (Op("I", stage, i), Op("W", stage, i)) if self.splits(stage, i) else (Op("B", stage, i),)
+
     @cached_property
     def _split(self) -> frozenset[tuple[int, int]]:
         return frozenset((op.stage, op.micro_batch) for ops in self.ops for op in ops if op.kind in "IW")
@@ -91,7 +94,7 @@ class Schedule:
         after = op.stage + 1
         if after == self.n_stages:
             return Op("F", op.stage, op.micro_batch)
-        return Op("I" if self.splits(after, op.micro_batch) else "B", after, op.micro_batch)
+        return self._backward(after, op.micro_batch)[0]
 
     def __str__(self) -> str:
         return timeline(self)
@@ -166,8 +169,8 @@ def interleaved(n_ranks: int, n_microbatches: int, n_per_rank: int = 2) -> Sched
 def zero_bubble(n_ranks: int, n_microbatches: int, n_per_rank: int = 1) -> Schedule:
     """Return ZB1P: 1F1B, interleaved for several stages a rank, whose weight gradients fill the gaps.
 
-    The bubble is about a third of 1F1B's, and every rank holds what rank 0 does there: ``n_ranks`` micro-batches
-    for one stage a rank. The order is torch's (``ScheduleInterleavedZeroBubble``). See
+    The bubble is about a third of 1F1B's. Every rank holds as much as rank 0 does there: ``n_ranks``
+    micro-batches for one stage a rank. The order is torch's (``ScheduleInterleavedZeroBubble``). See
     :func:`moekit.pipeline` for what a stage may be.
 
     Raises
@@ -185,8 +188,8 @@ def zero_bubble(n_ranks: int, n_microbatches: int, n_per_rank: int = 1) -> Sched
     n_rounds = max(1, n_microbatches // n_ranks)
     if n_per_rank < 1 or n_microbatches % n_rounds:
         raise ValueError(
-            "zero_bubble needs n_per_rank >= 1 and n_microbatches that n_microbatches // n_ranks divides, got "
-            f"{n_per_rank=}, {n_microbatches=}, {n_ranks=}; the next above that n_ranks divides is "
+            "zero_bubble needs n_per_rank >= 1 and n_microbatches that n_microbatches // n_ranks divides, "
+            f"got {n_per_rank=}, {n_microbatches=}, {n_ranks=}; the next above that n_ranks divides is "
             f"n_microbatches={-(-n_microbatches // n_ranks) * n_ranks}"
         )
     rank_of = [s % n_ranks for s in range(n_ranks * n_per_rank)]
@@ -195,7 +198,7 @@ def zero_bubble(n_ranks: int, n_microbatches: int, n_per_rank: int = 1) -> Sched
 
 
 def zero_bubble_v(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Return ZBV: two stages a rank in a V, so rank 0 has the first and the last, and backwards that are split.
+    """Return ZBV: two stages a rank in a V (rank 0 has the first and the last), and backwards that are split.
 
     The bubble is that of ``zero_bubble`` with two stages a rank. Every rank holds a micro-batch for at most
     ``2 * n_ranks`` stages of half the size, as much as rank 0 does in 1F1B. The order is torch's
@@ -218,7 +221,7 @@ def zero_bubble_v(n_ranks: int, n_microbatches: int) -> Schedule:
 
 
 def dual_pipe_v(n_ranks: int, n_microbatches: int) -> Schedule:
-    """Return DualPipeV: two stages a rank in a V; a forward of one stage stands next to a backward of another.
+    """Return DualPipeV: two stages a rank in a V; a forward of one stands next to a backward of the other.
 
     Such a pair is run one after the other here, so it hides no communication of experts. Backwards are split
     at the start and the end alone. Every rank holds at most ``2 * n_ranks + 1`` micro-batches of a stage of
@@ -429,10 +432,8 @@ def _of_torch(who: str, name: str, rank_of: Sequence[int], n_microbatches: int, 
         ) from error
     ops = []
     for of_rank in actions:  # None: a gap; sub_actions: a pair to be overlapped
-        single = [
-            part for action in of_rank if action is not None for part in action.sub_actions or (action,)
-        ]
-        ops.append([Op(a.computation_type.value, a.stage_index, a.microbatch_index) for a in single])
+        parts = [part for action in of_rank if action for part in action.sub_actions or (action,)]
+        ops.append([Op(a.computation_type.value, a.stage_index, a.microbatch_index) for a in parts])
     return _schedule(ops, rank_of, n_microbatches)
 
 

@@ -167,8 +167,8 @@ def test_a_schedule_whose_order_is_impossible_is_refused():
         (lambda: zero_bubble_v(0, 8), "zero_bubble_v needs n_ranks and n_microbatches >= 1, got 0, 8"),
         (
             lambda: dual_pipe_v(4, 7),
-            "dual_pipe_v needs as many micro-batches as stages, got n_microbatches=7 and 8 stages on 4 ranks; "
-            "take n_microbatches=8 or more",
+            "dual_pipe_v needs as many micro-batches as stages, got n_microbatches=7 and 8 stages on 4 "
+            "ranks; take n_microbatches=8 or more",
         ),
     ],
 )

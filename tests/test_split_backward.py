@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -178,7 +179,7 @@ class Together(Joint):
 class Same(torch.autograd.Function):
     """The identity, which keeps something."""
 
-    kept = weakref.WeakSet()
+    kept: ClassVar = weakref.WeakSet()
 
     @staticmethod
     def forward(ctx, x):
