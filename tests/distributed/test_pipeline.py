@@ -170,10 +170,9 @@ def test_several_stages_on_one_process_need_no_mesh():
 # --- Steps, checkpoints, mistakes -----------------------------------------------------
 
 
-def optimizer_of(mesh):
-    return mk.shard_optimizer(
-        mk.chain(mk.clip_by_global_norm(0.5, mesh=mesh), mk.adamw(1e-2, weight_decay=0.1)), mesh=mesh
-    )
+def optimizer_of(mesh, reduce="step"):
+    chain = mk.chain(mk.clip_by_global_norm(0.5, mesh=mesh), mk.adamw(1e-2, weight_decay=0.1))
+    return mk.shard_optimizer(chain, reduce=reduce, mesh=mesh)
 
 
 def steps(config, layout, n_steps, folder=None, save_at=None):
@@ -185,7 +184,7 @@ def steps(config, layout, n_steps, folder=None, save_at=None):
     else:
         mesh = mk.make_mesh(edp=edp, ep=ep, device="cpu") if edp * ep > 1 else None
         params = mk.init_params(config, dtype=torch.float64, mesh=mesh)
-    optimizer = optimizer_of(mesh)
+    optimizer = optimizer_of(mesh, layout.get("reduce", "step"))
     state = optimizer.init(params)
     if folder and save_at is None:
         checkpoint.load(folder, dict(params=params, state=state), mesh=mesh)
@@ -234,12 +233,19 @@ def merged(results):
 
 
 @pytest.mark.parametrize(
-    ("tied", "name"), [(False, "interleaved"), (True, "interleaved"), (False, "zero-bubble"), (True, "zbv")]
+    ("tied", "options"),
+    [
+        (False, dict(name="interleaved")),
+        (True, dict(name="interleaved")),
+        (False, dict(name="zero-bubble", reduce="micro_batch")),  # reduced in W
+        (True, dict(name="zbv")),
+    ],
+    ids=lambda x: "-".join(x.values()) if isinstance(x, dict) else f"tied={x}",
 )
-def test_steps_of_the_sharded_optimizer_equal_those_of_one_process(tied, name):
+def test_steps_of_the_sharded_optimizer_equal_those_of_one_process(tied, options):
     config, _ = model(n_layers=4, tied_head=tied)
     want_norms, want = steps(config, {}, 4)
-    norms, got = merged(ranks(8)(steps, config, dict(pp=2, edp=2, ep=2, name=name), 4))
+    norms, got = merged(ranks(8)(steps, config, dict(pp=2, edp=2, ep=2) | options, 4))
     assert max(abs(a - b) for a, b in zip(norms, want_norms, strict=True)) <= 1e-10
     assert min(want_norms) > 0.5  # it clips
     assert got.keys() == want.keys()
