@@ -132,7 +132,8 @@ def test_rows_split_over_the_ranks_of_a_stage_have_the_gradients_of_one_process(
 
 def rows_on(seq_len):
     mesh = mk.make_mesh(pp=2, edp=2, ep=1, device="cpu")
-    context = mk.mesh.context_mesh(mesh, 2)
+    context, same = (mk.mesh.context_mesh(on, 2) for on in (mesh, mesh["edp", "ep"]))
+    assert mk.mesh.all_gather(torch.ones(1), same).sum() == 2 and same.mesh.equal(context.mesh)
     files = {"a": (np.arange(500) % 7).astype(np.uint16)}
     samples = pack(corpus_of_tokens(files, eos=0, vocab_size=7), seq_len)
     batch = mk.count_tokens(next(Loader(samples, 4, context=context, mesh=mesh)), mesh=mesh)
