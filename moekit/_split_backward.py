@@ -73,7 +73,6 @@ def backward_of_input(
             seed = torch.ones_like(root) if grad is None else grad
             arriving[edge.node] = _plus(arriving.get(edge.node), edge.output_nr, seed)
     groups = graph.groups(without=early)
-    groups.sort(key=lambda group: len(group[0]) == 1)  # only then may a group free what it has walked
     handles = [
         node.register_prehook(lambda grads, node=node: arriving.__setitem__(node, grads))
         for nodes, _ in groups
@@ -98,7 +97,8 @@ def backward_of_input(
 
 def _backward_from(grads: dict[Any, tuple], weights: list[Tensor], again: set[Any]) -> None:
     """Differentiate weights, given the gradients that arrive at all nodes where they join the path."""
-    # Set at each node: one may lie on the way from another, and hooks of tensors have run once already.
+    # Set at each node: one may lie on the way from another, and hooks of tensors have run once already. On
+    # such a way there may be nodes of later groups, never of earlier ones, so a single node frees its own.
     handles = [
         node.register_prehook(lambda _, set_to=set_to: set_to)
         for node, set_to in grads.items()
@@ -149,15 +149,14 @@ class _Graph:
     def groups(self, *, without: Container[int]) -> list[tuple[list[Any], list[Tensor]]]:
         """Return nodes and weights that belong together, those nearest to the roots first."""
         beside = dict.fromkeys(edge.node for edge in self.roots if edge.node not in self.on_path)
-        group_of: dict[int, tuple[list[Any], dict[int, Tensor]]] = {}  # by weight
+        group_of: dict[int, tuple[dict[Any, None], dict[int, Tensor]]] = {}  # by weight
         for node in [*reversed(self.joints), *beside]:
-            nodes, weights = [node], {k: w for k, w in self._weights[node].items() if k not in without}
+            nodes, weights = {node: None}, {k: w for k, w in self._weights[node].items() if k not in without}
             for old_nodes, old_weights in [group_of[k] for k in weights if k in group_of]:
-                if not any(n is old_nodes[0] for n in nodes):  # not merged yet
-                    nodes, weights = old_nodes + nodes, old_weights | weights
+                nodes, weights = old_nodes | nodes, old_weights | weights
             group_of |= dict.fromkeys(weights, (nodes, weights))
-        unique = {id(nodes): (nodes, list(weights.values())) for nodes, weights in group_of.values()}
-        return list(unique.values())
+        unique = {id(nodes): (nodes, weights) for nodes, weights in group_of.values()}
+        return [(list(nodes), list(weights.values())) for nodes, weights in unique.values()]
 
 
 def _post_order(roots: Iterable[Any]) -> Iterator[Any]:
