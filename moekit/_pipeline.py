@@ -1,6 +1,7 @@
 """The pipeline as a transform: stages on different ranks, run in the order of a schedule."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map, tree_unflatten
 
+from moekit._split_backward import backward_of_input, keeps_what_it_saves
 from moekit.batch import split_batch
 from moekit.schedules import Op, Schedule, lower
 from moekit.transforms import GradientSums, OnGrad, check_reached, differentiable
@@ -37,7 +39,13 @@ def pipeline(
         the last), ``loss`` the stage's own 0-d share of the loss, ``aux`` a tree of tensors that add up. This
         rank calls its own alone, e.g. ``partial(moekit.model.stage_loss, config=..., stage=...)``.
     schedule : Schedule
-        From :mod:`moekit.schedules`; it holds the number of micro-batches.
+        From :mod:`moekit.schedules`; it holds the number of micro-batches. One that splits backwards into
+        the gradient of ``x`` (I) and those of weights (W) keeps all that backward reads until W, and needs
+        stages, but for the first, without recomputation, saved-tensor hooks or ``torch.compile``, and
+        without custom autograd functions that read both what comes from ``x`` and a weight: their backward
+        cannot leave a weight's gradient for later. One that computes both at once anyway says so by
+        ``gives_gradients_together = True`` on its class, as :func:`moekit.losses.cross_entropy` does; its
+        weights' gradients are then complete in I.
     boundary : callable
         ``boundary(micro_batch)`` returns an empty tensor of the shape, dtype and device of what travels
         between stages.
@@ -58,7 +66,8 @@ def pipeline(
     ValueError
         At once, when stages or ranks are not those of the schedule; when called, for a batch that the number
         of micro-batches does not divide, a stage whose ``y`` is not as ``boundary`` says or is missing, and
-        a parameter that no gradient reaches.
+        a parameter that no gradient reaches, and a stage whose backward the schedule splits and that cannot
+        be.
 
     References
     ----------
@@ -99,6 +108,7 @@ class _Rank:
         self.awaited: dict[tuple[str, int, int], Any] = {}  # the receive that fills it
         self.outputs: dict[tuple[str, int, int], Tensor] = {}  # to be sent
         self.graphs: dict[tuple[int, int], tuple] = {}  # between a forward and its backward
+        self.later: dict[tuple[int, int], Callable[[], None]] = {}  # between I and W
         self.sends: list[tuple[Any, Tensor]] = []
         self.total = self.spec = None
 
@@ -108,6 +118,10 @@ class _Rank:
             self.forward(stage, i)
         elif op.kind == "B":
             self.backward(stage, i)
+        elif op.kind == "I":
+            self.backward_of_input(stage, i)
+        elif op.kind == "W":
+            self.backward_of_weights(stage, i)
         elif op.kind.startswith("send"):
             kind, to = ("F", stage + 1) if op.kind == "send_F" else ("B", stage - 1)
             x = self.outputs.pop((kind, stage, i))
@@ -127,7 +141,8 @@ class _Rank:
         if x is not None:
             x = x.detach().requires_grad_()
         fresh = differentiable("pipeline", self.params, self.sums.add)
-        with torch.enable_grad():
+        split = x is not None and self.schedule.splits(stage, i)
+        with torch.enable_grad(), keeps_what_it_saves(_who(stage)) if split else nullcontext():
             y, loss, aux = self.stages[stage](fresh, x, self.parts[i], **self.kwargs)
         self.check(y, stage, i)
         self.count((loss, aux))
@@ -136,14 +151,37 @@ class _Rank:
         self.graphs[stage, i] = fresh, x, y, loss
 
     def backward(self, stage: int, i: int) -> None:
+        weights, x, roots = self.roots(stage, i)
+        if roots:
+            tensors, grads = zip(*roots, strict=True)
+            torch.autograd.backward(tensors, grads, inputs=weights if x is None else [*weights, x])
+        self.sums.land()
+        self.give_gradient(x, stage, i)
+
+    def backward_of_input(self, stage: int, i: int) -> None:
+        if stage == 0:
+            return  # it has no input; W does all
+        weights, x, roots = self.roots(stage, i)
+        if roots:
+            self.later[stage, i] = backward_of_input(_who(stage), roots, x, weights)
+        self.sums.land()
+        self.give_gradient(x, stage, i)
+
+    def backward_of_weights(self, stage: int, i: int) -> None:
+        if stage == 0:
+            return self.backward(stage, i)
+        if (rest := self.later.pop((stage, i), None)) is not None:
+            rest()
+        self.sums.land()
+
+    def roots(self, stage: int, i: int) -> tuple[list[Tensor], Any, list[tuple[Tensor, Tensor | None]]]:
+        """Return what to differentiate by, and what, with the gradient that has come for it."""
         fresh, x, y, loss = self.graphs.pop((stage, i))
         roots = [(y, self.take("B", stage, i)), (loss, None)]
         roots = [(root, grad) for root, grad in roots if root is not None and root.requires_grad]
-        leaves = list(fresh.values(True, True)) + ([] if x is None else [x])
-        if roots:
-            tensors, grads = zip(*roots, strict=True)
-            torch.autograd.backward(tensors, grads, inputs=leaves)
-        self.sums.land()
+        return list(fresh.values(True, True)), x, roots
+
+    def give_gradient(self, x: Tensor | None, stage: int, i: int) -> None:
         if x is not None:
             if x.grad is None:
                 raise ValueError(f"pipeline needs stages that read their x, stage {stage} does not")
@@ -182,3 +220,7 @@ class _Rank:
 
     def peer(self, stage: int) -> int:
         return dist.get_global_rank(self.group, self.schedule.rank_of[stage])
+
+
+def _who(stage: int) -> str:
+    return f"pipeline, which splits the backward of stage {stage} into I and W as its schedule says,"

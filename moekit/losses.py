@@ -75,6 +75,8 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
+    gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
+
     @staticmethod
     def forward(ctx, hidden, head, targets, weights, z_weight, chunk_elements):
         acc = torch.promote_types(hidden.dtype, torch.float32)

@@ -123,8 +123,8 @@ def _edp_ep(who: str, mesh: DeviceMesh) -> DeviceMesh:
 def context_mesh(mesh: DeviceMesh | None, cp: int) -> DeviceMesh | None:
     """Return the axis ``cp``: the neighbours on ``dp`` among which every row of a batch is split.
 
-    Collective over all ranks, and makes a group: call it once, after :func:`make_mesh`. Nothing about
-    parameters changes.
+    Collective over all ranks, and makes a group: call it once, after :func:`make_mesh`. With ``pp`` each
+    stage has contexts of its own. Nothing about parameters changes.
 
     Parameters
     ----------
@@ -177,7 +177,8 @@ def layout(name: str, mesh: DeviceMesh) -> tuple[DeviceMesh, tuple[Placement, ..
     every other               dp            (Replicate,)            (Partial,)
     ========================= ============= ======================= =============================
 
-    A tied embedding of a model in stages lies on :func:`ends_mesh` instead of dp.
+    A tied embedding of a model in stages lies on :func:`ends_mesh` instead of dp, unless one rank has both
+    the first and the last stage.
 
     Raises
     ------

@@ -109,7 +109,10 @@ def init_params(
     params = {}
     meshes = {"embedding": mesh}
     if config.tied_head and mesh is not None and "pp" in (mesh.mesh_dim_names or ()):
-        meshes["embedding"] = ends_mesh(mesh)  # made by every rank, also by those that do not hold it
+        ends = ends_mesh(mesh)  # made by every rank, also by those that do not hold it
+        here = stages or ()
+        if not (any(s.embeds for s in here) and any(s.heads for s in here)):  # in a V one rank has both
+            meshes["embedding"] = ends
     for name, shape in param_shapes(config, *(stages or ())).items():
         on = meshes.get(name, mesh)
         local, offset = shard_of(name, shape, on)

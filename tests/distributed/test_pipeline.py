@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from reference import refuses
@@ -10,119 +11,181 @@ from torch.distributed.tensor import DTensor
 
 import moekit as mk
 from moekit import checkpoint, schedules
+from moekit.context import split_context
+from moekit.corpora import corpus_of_tokens
+from moekit.data import Loader, pack
 from moekit.plan import split_layers
 from moekit.testing import ranks
 from moekit.tree import named
 
-from .tiny import BATCH, model, rows_of
+from .tiny import BATCH, batch_of, model, rows_of
 
-SCHEDULES = {
+WHOLE = {  # name: (schedule, stages a rank)
     "gpipe": (schedules.gpipe, 1),
     "1f1b": (schedules.one_f_one_b, 1),
     "interleaved": (schedules.interleaved, 2),
 }
+SPLIT = {
+    "zero-bubble": (schedules.zero_bubble, 1),
+    "zero-bubble, interleaved": (partial(schedules.zero_bubble, n_per_rank=2), 2),
+    "zbv": (schedules.zero_bubble_v, 2),
+    "dualpipev": (schedules.dual_pipe_v, 2),
+}
+SCHEDULES = WHOLE | SPLIT
 
 
-def setup(config, name, *, pp, edp, ep, n_microbatches, recompute="none", mesh=None):
-    """Return mesh, this rank's parameters and the function that gives its gradients."""
+def setup(config, name, *, pp, edp, ep, n_microbatches, cp=1, recompute="none", mesh=None):
+    """Return mesh, context, this rank's parameters and the function that gives its gradients."""
     make, n_per_rank = SCHEDULES[name]
     schedule = make(pp, n_microbatches)
     stages = split_layers(config, pp * n_per_rank)
     mesh = mk.make_mesh(pp=pp, edp=edp, ep=ep, device="cpu") if pp * edp * ep > 1 else None
+    context = mk.mesh.context_mesh(mesh, cp)
     rank = mesh["pp"].get_local_rank() if mesh is not None and pp > 1 else 0
     inner = None if mesh is None else mesh["edp", "ep"]
-    block = mk.remat(mk.model.transformer_block, recompute)
-    functions = [
-        partial(mk.model.stage_loss, config=config, stage=stage, mesh=inner, block=block) for stage in stages
-    ]
+    options = dict(mesh=inner, context=context, block=mk.remat(mk.model.transformer_block, recompute))
+    functions = [partial(mk.model.stage_loss, config=config, stage=stage, **options) for stage in stages]
     mine = [stages[i] for i in schedule.stages_of(rank)]
     params = mk.init_params(config, dtype=torch.float64, stages=mine, mesh=mesh)
     grad_fn = mk.pipeline(
         functions,
         schedule=schedule,
-        boundary=lambda part: torch.empty(*part.tokens.shape, config.d_model, dtype=torch.float64),
+        boundary=partial(empty, d=config.d_model),
         mesh=mesh["pp"] if pp > 1 else None,
     )
-    return mesh, params, mk.data_parallel(grad_fn, mesh=mesh)
+    return mesh, context, params, mk.data_parallel(grad_fn, mesh=mesh)
 
 
-def on_rank(config, name, layout, **options):
-    mesh, params, grad_fn = setup(config, name, **layout)
-    rank, n = mk.mesh.data_rank(mesh)
-    size = len(BATCH.tokens) // n
-    (loss, stats), grads = grad_fn(params, rows_of(BATCH, rank * size, (rank + 1) * size), **options)
-    full = {k: g.full_tensor() if isinstance(g, DTensor) else g for k, g in named(grads).items()}
-    return loss, stats, full
+def on_rank(config, names, layout, batch, **options):
+    """Return loss, statistics and gradients of this rank's stages, by schedule."""
+    out = {}
+    for name in names:
+        mesh, context, params, grad_fn = setup(config, name, **layout)
+        rank, n = mk.mesh.data_rank(mesh, context)
+        size = len(batch.tokens) // n
+        part = split_context(rows_of(batch, rank * size, (rank + 1) * size), mesh=context)
+        part = replace(part, n_targets=batch.n_targets, n_tokens=batch.n_tokens)
+        (loss, stats), grads = grad_fn(params, part, **options)
+        full = {k: g.full_tensor() if isinstance(g, DTensor) else g for k, g in named(grads).items()}
+        out[name] = loss, stats, full
+    return out
 
 
-def check(config, name, layout, **options):
+def check(config, names, layout, *, batch=BATCH, **options):
     loss = partial(mk.next_token_loss, config=config)
     params = mk.init_params(config, dtype=torch.float64)
     n = layout["pp"] * layout["edp"] * layout["ep"]
-    (want, want_stats), want_grads = mk.value_and_grad(loss, has_aux=True)(params, BATCH, **options)
-    results = ranks(n)(on_rank, config, name, layout, **options) if n > 1 else [on_rank(config, name, layout)]
-    seen = set()
-    for got, stats, grads in results:
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
-        assert torch.equal(stats["counts"], want_stats["counts"]) and stats["n_targets"] == BATCH.n_targets
-        for key in want_stats:
-            torch.testing.assert_close(stats[key], want_stats[key], rtol=1e-12, atol=0)
-        for key, grad in grads.items():
-            wanted = named(want_grads)[key]
-            assert (grad - wanted).abs().max() <= 1e-10 * wanted.abs().max(), key
-        seen |= grads.keys()
-    assert seen == named(params).keys()
+    (want, want_stats), want_grads = mk.value_and_grad(loss, has_aux=True)(params, batch, **options)
+    args = (config, names, layout, batch)
+    results = ranks(n)(on_rank, *args, **options) if n > 1 else [on_rank(*args, **options)]
+    for name in names:
+        seen = set()
+        for got, stats, grads in (result[name] for result in results):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+            assert (
+                torch.equal(stats["counts"], want_stats["counts"]) and stats["n_targets"] == batch.n_targets
+            )
+            for key in want_stats:
+                torch.testing.assert_close(stats[key], want_stats[key], rtol=1e-12, atol=0)
+            for key, grad in grads.items():
+                wanted = named(want_grads)[key]
+                assert (grad - wanted).abs().max() <= 1e-10 * wanted.abs().max(), (name, key)
+            seen |= grads.keys()
+        assert seen == named(params).keys()
 
 
 LAYOUTS = [
-    dict(pp=pp, edp=edp, ep=ep, n_microbatches=n, recompute=recompute)
-    for pp, edp, ep, n, recompute in [
-        (2, 1, 1, 4, "none"),
-        (2, 2, 2, 2, "block"),
-        (4, 1, 2, 4, "none"),
-        (2, 1, 4, 4, "none"),
-    ]
+    (WHOLE | SPLIT, dict(pp=2, edp=1, ep=1, n_microbatches=4)),
+    (WHOLE, dict(pp=2, edp=2, ep=2, n_microbatches=2, recompute="block")),
+    (SPLIT, dict(pp=2, edp=2, ep=2, n_microbatches=4)),
+    (WHOLE | SPLIT, dict(pp=4, edp=1, ep=2, n_microbatches=8)),
+    (("1f1b", "interleaved", "zbv"), dict(pp=2, edp=1, ep=4, n_microbatches=4)),
 ]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: "-".join(map(str, x.values())))
-def test_every_schedule_has_the_gradients_of_one_process(name, layout):
-    config, _ = model(n_layers=8)  # the first is dense: a stage without experts, where a stage is a layer
-    check(config, name, layout)
+@pytest.mark.parametrize(
+    ("names", "layout"), LAYOUTS, ids=["-".join(map(str, layout.values())) for _, layout in LAYOUTS]
+)
+def test_every_schedule_has_the_gradients_of_one_process(names, layout):
+    # Stages with and without experts, with and without an embedding before, of one, two or more layers.
+    config, _ = model(n_layers=9, n_dense_layers=2)
+    check(config, list(names), layout)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-def test_a_tied_embedding_and_biases_are_right(name):
+LONG = batch_of(  # 8 positions, so that 2 ranks hold 2 chunks each
+    [[0] * 9] * 5 + [[0, 0, 0, 0, 1, 1, 1, 1, 1]] * 4 + [[0, 0, 1, 1, 1, 1, -1, -1, -1]] * 6 + [[-1] * 9]
+)
+
+
+@pytest.mark.parametrize(
+    ("names", "layout"),
+    [
+        (["1f1b", "interleaved", "zbv"], dict(pp=2, edp=2, ep=2, cp=2, n_microbatches=4)),
+        (["zero-bubble"], dict(pp=2, edp=1, ep=4, cp=4, n_microbatches=8)),
+    ],
+    ids=["cp=2", "cp=4"],
+)
+def test_rows_split_over_the_ranks_of_a_stage_have_the_gradients_of_one_process(names, layout):
+    config, _ = model(n_layers=5)
+    check(config, names, layout, batch=LONG)
+
+
+def rows_on(seq_len):
+    mesh = mk.make_mesh(pp=2, edp=2, ep=1, device="cpu")
+    context, same = (mk.mesh.context_mesh(on, 2) for on in (mesh, mesh["edp", "ep"]))
+    assert mk.mesh.all_gather(torch.ones(1), same).sum() == 2 and same.mesh.equal(context.mesh)
+    files = {"a": (np.arange(500) % 7).astype(np.uint16)}
+    samples = pack(corpus_of_tokens(files, eos=0, vocab_size=7), seq_len)
+    batch = mk.count_tokens(next(Loader(samples, 4, context=context, mesh=mesh)), mesh=mesh)
+    return batch, sorted(mk.mesh.ranks_of(context))
+
+
+def test_the_loaders_of_all_stages_give_the_same_parts_of_rows():
+    results = ranks(4)(rows_on, 8)
+    assert [group for _, group in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    for (here, _), (there, _) in zip(results[:2], results[2:], strict=True):
+        assert torch.equal(here.tokens, there.tokens) and torch.equal(here.positions, there.positions)
+        assert here.n_targets == there.n_targets == results[0][0].n_targets
+    assert not torch.equal(results[0][0].positions, results[1][0].positions)
+
+
+def test_a_tied_embedding_and_biases_are_right():
     config, _ = model(n_layers=4, tied_head=True, normalize_embedding=True)
     biases = torch.linspace(-0.4, 0.4, 24, dtype=torch.float64).view(3, 8)
-    check(config, name, dict(pp=2, edp=1, ep=2, n_microbatches=2), biases=biases)
+    names = [
+        "1f1b",
+        "interleaved",
+        "zero-bubble",
+        "zbv",
+        "dualpipev",
+    ]  # the last two have both ends on a rank
+    check(config, names, dict(pp=2, edp=1, ep=2, n_microbatches=4), biases=biases)
 
 
 def test_several_stages_on_one_process_need_no_mesh():
     config, _ = model(n_layers=4, tied_head=True)
-    check(config, "interleaved", dict(pp=1, edp=1, ep=1, n_microbatches=4))
+    names = ["interleaved", "zero-bubble", "zero-bubble, interleaved", "zbv", "dualpipev"]
+    check(config, names, dict(pp=1, edp=1, ep=1, n_microbatches=4))
 
 
 # --- Steps, checkpoints, mistakes -----------------------------------------------------
 
 
-def optimizer_of(mesh):
-    return mk.shard_optimizer(
-        mk.chain(mk.clip_by_global_norm(0.5, mesh=mesh), mk.adamw(1e-2, weight_decay=0.1)), mesh=mesh
-    )
+def optimizer_of(mesh, reduce="step"):
+    chain = mk.chain(mk.clip_by_global_norm(0.5, mesh=mesh), mk.adamw(1e-2, weight_decay=0.1))
+    return mk.shard_optimizer(chain, reduce=reduce, mesh=mesh)
 
 
 def steps(config, layout, n_steps, folder=None, save_at=None):
     """Train on one batch; return the full parameters of this rank after each step and the norms."""
     pp, edp, ep = (layout.get(axis, 1) for axis in ("pp", "edp", "ep"))
+    name = layout.get("name", "interleaved" if config.n_layers >= 2 * pp else "1f1b")
     if pp > 1:
-        name = "interleaved" if config.n_layers >= 2 * pp else "1f1b"
-        mesh, params, _ = setup(config, name, pp=pp, edp=edp, ep=ep, n_microbatches=2)
+        mesh, _, params, _ = setup(config, name, pp=pp, edp=edp, ep=ep, n_microbatches=2)
     else:
         mesh = mk.make_mesh(edp=edp, ep=ep, device="cpu") if edp * ep > 1 else None
         params = mk.init_params(config, dtype=torch.float64, mesh=mesh)
-    optimizer = optimizer_of(mesh)
+    optimizer = optimizer_of(mesh, layout.get("reduce", "step"))
     state = optimizer.init(params)
     if folder and save_at is None:
         checkpoint.load(folder, dict(params=params, state=state), mesh=mesh)
@@ -170,11 +233,20 @@ def merged(results):
     return results[0][0], whole
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_steps_of_the_sharded_optimizer_equal_those_of_one_process(tied):
+@pytest.mark.parametrize(
+    ("tied", "options"),
+    [
+        (False, dict(name="interleaved")),
+        (True, dict(name="interleaved")),
+        (False, dict(name="zero-bubble", reduce="micro_batch")),  # reduced in W
+        (True, dict(name="zbv")),
+    ],
+    ids=lambda x: "-".join(x.values()) if isinstance(x, dict) else f"tied={x}",
+)
+def test_steps_of_the_sharded_optimizer_equal_those_of_one_process(tied, options):
     config, _ = model(n_layers=4, tied_head=tied)
     want_norms, want = steps(config, {}, 4)
-    norms, got = merged(ranks(8)(steps, config, dict(pp=2, edp=2, ep=2), 4))
+    norms, got = merged(ranks(8)(steps, config, dict(pp=2, edp=2, ep=2) | options, 4))
     assert max(abs(a - b) for a, b in zip(norms, want_norms, strict=True)) <= 1e-10
     assert min(want_norms) > 0.5  # it clips
     assert got.keys() == want.keys()
