@@ -2,8 +2,9 @@
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from moekit.config import ModelConfig, Stage
@@ -31,10 +32,22 @@ class Layout:
     n_microbatches: int = 1  # slices of a rank's part of the batch
     batch_size: int  # sequences of the global batch
     seq_len: int  # tokens of a sequence
-    recompute: str | tuple[str, ...] = "none"  # as for moekit.remat
+    recompute: str | Sequence[str] = "none"  # as for moekit.remat
     reduce: Literal["step", "micro_batch"] = "step"  # as for moekit.shard_optimizer
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of parameters and activations
     attention_via: Literal["all_to_all", "all_gather"] | None = None  # as for moekit.model.forward
+
+    def __post_init__(self) -> None:
+        parts = [self.recompute] if isinstance(self.recompute, str) else self.recompute
+        known = ("none", "block") if isinstance(self.recompute, str) else ("attention", "ffn")
+        for name, given, allowed in (
+            ("recompute", parts, known),
+            ("reduce", [self.reduce], ("step", "micro_batch")),
+            ("dtype", [self.dtype], ("bfloat16", "float32")),
+            ("attention_via", [self.attention_via], (None, "all_to_all", "all_gather")),
+        ):
+            if unknown := [x for x in given if x not in allowed]:
+                raise ValueError(f"Layout needs {name} in {allowed}, got {unknown[0]!r}")
 
     @classmethod
     def of(cls, config: Any, **changes: Any) -> "Layout":
@@ -56,12 +69,12 @@ class Layout:
     @property
     def n_shares(self) -> int:
         """Parts of the global batch: ranks of a stage, of which those that share rows count as one."""
-        return (self.edp or 1) * self.ep // self.cp
+        return max((self.edp or 1) * self.ep // max(self.cp, 1), 1)
 
     @property
     def rows(self) -> int:
         """Sequences of a micro-batch on a rank."""
-        return max(self.batch_size // (self.n_shares * self.n_microbatches), 1)
+        return max(self.batch_size // (self.n_shares * max(self.n_microbatches, 1)), 1)
 
 
 def schedule_of(layout: Layout, *, n_microbatches: int | None = None) -> Schedule:
@@ -197,8 +210,9 @@ def _update(layout: Layout, leaves: list[_Leaf], sums: int) -> _Moment:
     if layout.reduce == "micro_batch" or edp * layout.ep == 1:
         return _Moment(0, 0, sums)
     travel = [leaf for leaf in leaves if edp > 1 or not leaf.is_expert]
-    packed = sorted((max(4 * leaf.held, BUCKET) for leaf in travel), reverse=True)
-    return _Moment(0, 4 * sum(leaf.owned for leaf in travel) + sum(packed[:2]), sums)
+    packed = [max(4 * leaf.held, BUCKET) for leaf in travel]
+    two = max(map(sum, pairwise(packed)), default=sum(packed))
+    return _Moment(0, 4 * sum(leaf.owned for leaf in travel) + two, sums)
 
 
 class _Walk:
@@ -213,6 +227,8 @@ class _Walk:
         mask = layout.rows * rows * layout.seq_len * self.size
         rope = 4 * config.d_head * self.tokens // layout.rows
         self.around = mask + rope + (0 if stage.heads else self.stream)  # of a forward; its output
+        if stage.embeds and config.normalize_embedding:
+            self.around += self.tokens * self.norm(config.d_model)
         self.head = config.d_model * config.vocab_size if stage.heads else 0
         self.kept_by = [self.layer_kept(i) for i in stage.layers]
         # The gradients that the head's forward takes along.

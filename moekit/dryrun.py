@@ -29,7 +29,7 @@ from moekit._calls import NODE, Call as Call, Record as Record, compare as compa
 from moekit._dispatch import TRANSPORTS, Transport, dispatch_all_to_all
 from moekit._recorder import Recorder
 from moekit._route import Routing
-from moekit.plan import GPUS
+from moekit.plan import GPUS, fits
 from moekit.testing._ranks import _dumps, _pool
 
 # What is documented here, also where it is made elsewhere.
@@ -90,9 +90,7 @@ class Report:
     def _gpus(self) -> Iterator[str]:
         peak = max(record.peak for record in self.records)
         for gpu, (size, _) in GPUS.items():
-            left = (size - peak) / 1e9
-            says = f"fits, {left:.1f} GB left" if self.fits(gpu) else f"does not fit, {-left:.1f} GB too many"
-            yield f"{gpu} ({size / 1e9:.0f} GB): {says}"
+            yield f"{gpu} ({size / 1e9:.0f} GB): {fits(peak, gpu)}"
 
 
 def dry_run(

@@ -6,14 +6,16 @@
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from moekit._memory import Layout, memory_of, schedule_of
 from moekit.config import ModelConfig
 from moekit.mesh import divisors, near
-from moekit.plan import GPUS, Gpu
+from moekit.plan import GPUS, Gpu, split_layers
+from moekit.schedules import play
 
-__all__ = ["Layout", "check_layout", "memory_of", "nearest_layouts", "schedule_of"]
+__all__ = ["Layout", "check_layout", "describe_layout", "memory_of", "nearest_layouts", "schedule_of"]
 
 
 def check_layout(
@@ -74,15 +76,14 @@ def check_layout(
     if not problems:
         return asked
     found = nearest_layouts(config, layout, n_gpus=n_gpus, gpu=gpu)
-    works = [f"- {_changes(layout, other)}" for other in found]
+    works = [f"- {_changes(layout, other, gpu, config)}" for other in found]
     of_size = "" if gpu is None else f" of {gpu.memory / 1e9:.0f} GB"
-    lines = [f"- {problem}" for problem in problems]
-    lines += ["nearest layouts that work:", *works] if works else ["no layout of this model and batch works"]
-    raise ValueError(
-        "\n".join(
-            [f"check_layout needs a layout that works on {n_gpus} GPU{'s' * (n_gpus > 1)}{of_size}, got", *lines]
-        )
-    )
+    lines = [
+        f"check_layout needs a layout that works on {n_gpus} GPU{'s' * (n_gpus > 1)}{of_size}, got",
+        *(f"- {problem}" for problem in problems),
+        *(["nearest layouts that work:", *works] if works else ["none works; take more or larger GPUs"]),
+    ]
+    raise ValueError("\n".join(lines))
 
 
 def nearest_layouts(
@@ -90,32 +91,63 @@ def nearest_layouts(
 ) -> list[Layout]:
     """Return up to ``n`` layouts that work, those with the fewest and smallest changes first.
 
-    None of them changes all that another one does and goes further. What does not alter the training, the
-    layout itself, is changed before the batch, and that before the length of a sequence; ``reduce``,
-    ``dtype`` and ``attention_via`` stay. Parameters as for :func:`check_layout`.
+    None goes further than another the same way, unless that one leaves little of the memory. Where a change
+    of ``n_microbatches`` keeps the rows of a micro-batch what they were it does not count; what alters the
+    training, ``batch_size`` and ``seq_len``, counts double. ``reduce``, ``dtype`` and ``attention_via`` stay.
+    Parameters as for :func:`check_layout`.
     """
-    gpu = _gpu(gpu)
-    found: list[Layout] = []
-    tried = 0
-    too_large: set[tuple] = set()  # without any activation
-    for other in sorted(_candidates(config, layout, n_gpus), key=lambda other: _distance(layout, other)):
-        if any(_goes_further(layout, other, near_one) for near_one in found):
+    gpu, asked = _gpu(gpu), layout.on(n_gpus)
+    found: list[tuple[_Step, float]] = []  # and the bytes of the fullest rank
+    too_large: set[tuple] = set()  # whatever the activations
+    tries = 0
+    for step in sorted(_steps(config, layout, asked, n_gpus), key=_Step.distance):
+        other, total = step.to, 0.0
+        further = [by for than, by in found if step.goes_further(than)]
+        if further and (gpu is None or min(further) < _ROOMY * gpu.memory):
             continue
         if gpu is not None:
-            static = (other.pp, other.n_per_rank, other.edp, other.ep)
-            if static in too_large or tried >= _TRIES:
+            static = (other.pp, other.n_per_rank, other.edp, other.ep, other.n_microbatches > 1)
+            if static in too_large or tries == _TRIES:
                 continue
-            tried += 1
+            tries += 1
             ranks = memory_of(config, other)
-            if max(sum(rank.values()) for rank in ranks) >= gpu.memory:
-                held = ("parameters", "optimizer state")
+            total = max(sum(rank.values()) for rank in ranks)
+            if total >= gpu.memory:
+                held = ("parameters", "optimizer state", *["gradients"] * (other.n_microbatches > 1))
                 if max(sum(rank[kind] for kind in held) for rank in ranks) >= gpu.memory:
                     too_large.add(static)
                 continue
-        found.append(other)
+            if further and total >= _ROOMY * gpu.memory:
+                continue
+        found.append((step, total))
         if len(found) == n:
             break
-    return found
+    return [step.to for step, _ in found]
+
+
+def describe_layout(config: ModelConfig, layout: Layout) -> str:
+    """Tabulate what a rank of each place of the pipeline holds at its fullest, with the schedule's bubble.
+
+    Parameters as for :func:`memory_of`.
+    """
+    ranks = memory_of(config, layout)
+    stages = split_layers(config, layout.n_stages, seq_len=layout.seq_len)
+    rows: list[tuple[str, ...]] = [("pp", "layers", *ranks[0], "in all", "fullest in")]
+    for place, rank in enumerate(ranks):
+        mine = [stage.layers for stage in stages[place :: layout.pp]]
+        layers = ", ".join(f"{x.start}-{x.stop - 1}" if len(x) > 1 else f"{x.start}" for x in mine)
+        figures = [f"{n / 1e9:.1f}" for n in (*rank.values(), sum(rank.values()))]
+        rows.append((str(place), layers, *figures, "backward" if rank["activations"] else "update"))
+    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, width, strict=True)) for row in rows]
+    head = (
+        f"pp {layout.pp} x edp {layout.edp} x ep {layout.ep}, cp {layout.cp}; micro-batches of {layout.rows} "
+        f"x {layout.seq_len} positions: {layout.n_shares} at a time, {layout.n_microbatches} a step"
+    )
+    bubble = 0.0 if layout.n_stages == 1 else play(schedule_of(layout)).bubble
+    return "\n".join(
+        [head, "GB on a rank at its fullest, estimated for balanced routing:", *table, f"bubble {bubble:.1%}"]
+    )
 
 
 # --- What is wrong --------------------------------------------------------------------
@@ -136,8 +168,8 @@ def _problems(config: ModelConfig, layout: Layout, n_gpus: int) -> Iterator[str]
         yield f"ep must divide n_experts: ep={at.ep}, n_experts={c.n_experts}"
     if at.n_stages > c.n_layers:
         yield (
-            f"each of pp * n_per_rank stages needs a layer: {at.pp} * {at.n_per_rank} = {at.n_stages} stages, "
-            f"{c.n_layers} layers"
+            f"each of pp * n_per_rank stages needs a layer: {at.pp} * {at.n_per_rank} = {at.n_stages} "
+            f"stages, {c.n_layers} layers"
         )
     if at.n_per_rank > 1 and at.n_microbatches % at.pp:
         yield (
@@ -181,7 +213,7 @@ def _gpu(gpu: str | Gpu | None) -> Gpu | None:
 
 # --- What would work ------------------------------------------------------------------
 
-# What a doubling, or another choice, counts.
+# What counts how much: a doubling, or another choice.
 _WEIGHTS = {
     "pp": 1.0,
     "edp": 1.0,
@@ -194,6 +226,40 @@ _WEIGHTS = {
     "seq_len": 16.0,
 }
 _TRIES = 400  # layouts whose memory is looked at
+_ROOMY = 0.85  # part of a GPU's memory; of a layout that takes more, one that goes further is worth a line
+
+
+class _Step(NamedTuple):
+    """The way from what was asked for to a layout that works."""
+
+    to: Layout
+    by: dict[str, float]  # doublings of each value that differs, or 1
+    follows: bool  # whether n_microbatches only keeps the rows of a micro-batch what they were
+
+    def distance(self) -> tuple:
+        far = sum(_WEIGHTS[name] * abs(by) for name, by in self.by.items())
+        n = len(self.by) - self.follows + len(self.by.keys() & {"batch_size", "seq_len"})
+        return n, far, self.to.pp, self.to.edp  # of equals, the larger ep
+
+    def goes_further(self, than: "_Step") -> bool:
+        """Whether it changes all that another one does, each value at least as far the same way."""
+        pairs = [
+            (self.by.get(name, 0), by)
+            for name, by in than.by.items()
+            if not (than.follows and name == "n_microbatches")
+        ]
+        return all(far * by > 0 and abs(far) >= abs(by) for far, by in pairs)
+
+
+def _steps(config: ModelConfig, layout: Layout, asked: Layout, n_gpus: int) -> Iterator[_Step]:
+    for other in _candidates(config, asked, n_gpus):
+        by = {}
+        for name in _WEIGHTS:
+            old, new = getattr(layout, name), getattr(other, name)
+            if old is not None and old != new:  # None was left open
+                by[name] = math.log2(new / max(old, 0.5)) if isinstance(new, int) else 1.0
+        moved = by.keys() & {"pp", "edp", "ep", "cp"}
+        yield _Step(other, by, bool(moved) and "n_microbatches" in by and other.rows == asked.rows)
 
 
 def _candidates(config: ModelConfig, asked: Layout, n_gpus: int) -> Iterator[Layout]:
@@ -208,7 +274,7 @@ def _candidates(config: ModelConfig, asked: Layout, n_gpus: int) -> Iterator[Lay
                 for cp, seq_len in _contexts(config, asked, n):
                     shares = n // cp
                     for batch_size, m in _batches(asked, shares, pp if n_per_rank > 1 else 1):
-                        for recompute in dict.fromkeys((asked.recompute, "block")):
+                        for recompute in (asked.recompute, *(["block"] * (asked.recompute != "block"))):
                             yield replace(
                                 asked,
                                 pp=pp,
@@ -242,8 +308,9 @@ def _batches(asked: Layout, shares: int, pp: int) -> Iterator[tuple[int, int]]:
     """Yield batch_size and n_microbatches that go together; pp divides the latter."""
     batch_size, m = max(asked.batch_size, 1), max(asked.n_microbatches, 1)
     if batch_size % shares == 0:
-        fit = [i for i in divisors(batch_size // shares) if i % pp == 0]
-        for i in _near(m, fit, max(2 * m, batch_size // shares)):
+        of_share = batch_size // shares
+        fit = [i for i in divisors(of_share) if i % pp == 0]
+        for i in {*_near(m, fit, of_share), *near(of_share // asked.rows, fit)}:
             yield batch_size, i
     for i in _near(m, [m // pp * pp, -(-m // pp) * pp], m):
         if i and (step := shares * i) and batch_size % step:
@@ -257,32 +324,13 @@ def _near(asked: int, allowed: Sequence[int], other: int) -> list[int]:
     return sorted({*near(asked, allowed), *near(other, allowed)})
 
 
-def _changed(asked: Layout, other: Layout) -> dict[str, float]:
-    """Return how far each value that differs has gone: doublings, or 1; what was left open does not count."""
-    changed = {}
-    for name in _WEIGHTS:
-        old, new = getattr(asked, name), getattr(other, name)
-        if old == new or old is None:
-            continue
-        changed[name] = math.log2(new / max(old, 0.5)) if isinstance(new, int) else 1.0
-    return changed
-
-
-def _distance(asked: Layout, other: Layout) -> tuple:
-    changed = _changed(asked, other)
-    far = sum(_WEIGHTS[name] * abs(by) for name, by in changed.items())
-    return len(changed), far, tuple(-getattr(other, name) for name in ("ep", "edp", "pp"))
-
-
-def _goes_further(asked: Layout, other: Layout, than: Layout) -> bool:
-    """Whether a layout changes all that another one does, and each value at least as far the same way."""
-    far, less = _changed(asked, other), _changed(asked, than)
-    return all(name in far and far[name] * by > 0 and abs(far[name]) >= abs(by) for name, by in less.items())
-
-
-def _changes(asked: Layout, other: Layout) -> str:
-    names = [field.name for field in fields(asked) if field.name in _changed(asked, other)]
+def _changes(asked: Layout, other: Layout, gpu: Gpu | None, config: ModelConfig) -> str:
+    """Write what is to be changed, and what a rank then holds."""
+    old = {name: getattr(asked, name) for name in _WEIGHTS}
+    names = [name for name, x in old.items() if x is not None and x != getattr(other, name)]
     new = ", ".join(f"{name}={getattr(other, name)!r}" for name in names)
-    if len(names) == 1:
-        return f"{new} instead of {getattr(asked, names[0])!r}"
-    return f"{new} instead of {', '.join(f'{name}={getattr(asked, name)!r}' for name in names)}"
+    was = repr(old[names[0]]) if len(names) == 1 else ", ".join(f"{name}={old[name]!r}" for name in names)
+    if gpu is None:
+        return f"{new} instead of {was}"
+    total = max(sum(rank.values()) for rank in memory_of(config, other))
+    return f"{new} instead of {was}: about {total / 1e9:.0f} GB"
