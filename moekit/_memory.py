@@ -146,11 +146,11 @@ def _short_schedule(pp: int, n_per_rank: int, n_microbatches: int) -> Schedule:
 class _Moment(NamedTuple):
     """Bytes at a moment, beside parameters and optimizer state."""
 
-    activations: float = 0
-    workspace: float = 0
-    gradients: float = 0
+    activations: int = 0
+    workspace: int = 0
+    gradients: int = 0
 
-    def total(self) -> float:
+    def total(self) -> int:
         return sum(self)
 
 
@@ -163,7 +163,7 @@ def _rank(config: ModelConfig, layout: Layout, stages: dict[int, Stage], ops) ->
     first = layout.n_microbatches == 1  # no sums yet while the only backward runs
     walks = {i: _Walk(config, layout, stage) for i, stage in stages.items()}
 
-    fullest, held = _update(layout, leaves, sums), 0.0
+    fullest, held = _update(layout, leaves, sums), 0
     moments = {i: list(walk.backward(grow=first)) for i, walk in walks.items()}
     for op in ops:
         if op.kind == "F":
@@ -176,9 +176,9 @@ def _rank(config: ModelConfig, layout: Layout, stages: dict[int, Stage], ops) ->
     return {
         "parameters": sum(leaf.held * (4 if leaf.is_router else size) for leaf in leaves),
         "optimizer state": 12 * owned,
-        "gradients": round(fullest.gradients),
-        "activations": round(fullest.activations),
-        "workspace": round(fullest.workspace),
+        "gradients": fullest.gradients,
+        "activations": fullest.activations,
+        "workspace": fullest.workspace,
     }
 
 
@@ -188,7 +188,6 @@ def _shapes(config: ModelConfig, *stages: Stage) -> dict[str, tuple[int, ...]]:
 
 
 class _Leaf(NamedTuple):
-    name: str
     held: int  # elements of the parameter on a rank
     owned: int  # of its master
     is_expert: bool
@@ -201,7 +200,7 @@ def _leaves(layout: Layout, shapes: dict[str, tuple[int, ...]]) -> Iterator[_Lea
         expert = ".experts." in name
         held = math.prod(shape) // (layout.ep if expert else 1)
         owned = -(-held // (edp if expert else edp * layout.ep))
-        yield _Leaf(name, held, owned, expert, name.endswith(".router"))
+        yield _Leaf(held, owned, expert, name.endswith(".router"))
 
 
 def _update(layout: Layout, leaves: list[_Leaf], sums: int) -> _Moment:
@@ -213,6 +212,12 @@ def _update(layout: Layout, leaves: list[_Leaf], sums: int) -> _Moment:
     packed = [max(4 * leaf.held, BUCKET) for leaf in travel]
     two = max(map(sum, pairwise(packed)), default=sum(packed))
     return _Moment(0, 4 * sum(leaf.owned for leaf in travel) + two, sums)
+
+
+class _Layer(NamedTuple):
+    kept: int  # bytes that its forward keeps
+    work: tuple[int, ...]  # what moments of its backward take beside them
+    params: int  # elements on a rank
 
 
 class _Walk:
@@ -230,10 +235,12 @@ class _Walk:
         if stage.embeds and config.normalize_embedding:
             self.around += self.tokens * self.norm(config.d_model)
         self.head = config.d_model * config.vocab_size if stage.heads else 0
-        self.kept_by = [self.layer_kept(i) for i in stage.layers]
+        kinds = {config.is_moe(i): i for i in stage.layers}
+        of_kind = {moe: self.layer(i) for moe, i in kinds.items()}
+        self.layers = [of_kind[config.is_moe(i)] for i in stage.layers]
         # The gradients that the head's forward takes along.
         self.kept_head = 4 * self.head + self.stream * (3 if stage.heads else 0)
-        self.kept = self.around + sum(self.kept_by) + self.kept_head
+        self.kept = self.around + sum(layer.kept for layer in self.layers) + self.kept_head
 
     @property
     def over_heads(self) -> bool:
@@ -244,7 +251,7 @@ class _Walk:
 
     def backward(self, *, grow: bool) -> Iterator[_Moment]:
         """Walk through the backward, last layer first; ``grow``: its gradients' sums come into being."""
-        kept, grown = self.kept, 0.0
+        kept, grown = self.kept, 0
         if self.stage.heads:
             chunk = min(max(CHUNK // self.config.vocab_size, 1), self.tokens)
             logits = chunk * self.config.vocab_size * (4 + (self.size if self.size < 4 else 0))
@@ -252,30 +259,31 @@ class _Walk:
             yield _Moment(kept, max(self.size * self.head + logits, scaled), grown)
             kept -= self.kept_head
             grown += 4 * self.head * grow
-        for i, kept_here in zip(reversed(self.stage.layers), reversed(self.kept_by), strict=True):
-            again = self.layer_saved(i) - (kept_here if self.layout.recompute == "block" else 0)
-            if self.layout.recompute == "none":
-                again = 0
-            elif self.layout.recompute != "block":
-                again = self.layer_saved(i) - kept_here
-            for work in self.layer_work(i):
-                yield _Moment(kept, 2 * self.stream + again + work, grown)
-            kept -= kept_here
-            grown += 4 * self.layer_params(i) if grow else 0
+        for layer in reversed(self.layers):
+            for work in layer.work:
+                yield _Moment(kept, work, grown)
+            kept -= layer.kept
+            grown += 4 * layer.params * grow
         if self.stage.embeds:
             table = self.config.d_model * self.config.vocab_size
             yield _Moment(kept, self.size * table + self.stream, grown + 4 * table * grow)
 
-    def layer_params(self, i: int) -> int:
+    def layer(self, i: int) -> "_Layer":
         shapes = _shapes(self.config, Stage(layers=range(i, i + 1), embeds=False, heads=False))
-        return sum(leaf.held for leaf in _leaves(self.layout, shapes))
+        params = sum(leaf.held for leaf in _leaves(self.layout, shapes))
+        kept = self.layer_kept(i)
+        again = (
+            self.attention_saved() + self.ffn_saved(i) - kept
+        )  # of both parts, where one is recomputed too
+        work = tuple(2 * self.stream + again + work for work in self.layer_work(i))
+        return _Layer(kept, work, params)
 
-    def layer_kept(self, i: int) -> float:
+    def layer_kept(self, i: int) -> int:
         """Return the bytes that a layer's forward keeps."""
         recompute = self.layout.recompute
         routing = self.routing() if self.config.is_moe(i) else 0
         if recompute == "none":
-            return self.layer_saved(i)
+            return self.attention_saved() + self.ffn_saved(i)
         if recompute == "block":
             return self.stream + routing
         parts = {"attention": self.attention_saved(), "ffn": self.ffn_saved(i)}
@@ -284,20 +292,17 @@ class _Walk:
             for name, saved in parts.items()
         )
 
-    def layer_saved(self, i: int) -> float:
-        return self.attention_saved() + self.ffn_saved(i)
-
-    def norm(self, width: int) -> float:
+    def norm(self, width: int) -> int:
         """Return the bytes a token that a norm keeps: float32 input and output."""
         return width * (8 if self.size < 4 else 4)
 
-    def part_saved(self, inside: float) -> float:
+    def part_saved(self, inside: int) -> int:
         """Return the bytes that the norms around a part keep, its input and the inside; of all tokens."""
         c = self.config
         norms = (c.norm in ("pre", "peri")) + (c.norm in ("post", "peri"))
         return self.tokens * (norms * self.norm(c.d_model) + self.size * c.d_model + inside)
 
-    def attention_saved(self) -> float:
+    def attention_saved(self) -> int:
         c, size = self.config, self.size
         q, kv = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
         cp = self.layout.cp
@@ -311,7 +316,7 @@ class _Walk:
             inside += self.norm(q + kv)
         return self.part_saved(inside)
 
-    def ffn_saved(self, i: int) -> float:
+    def ffn_saved(self, i: int) -> int:
         c, size = self.config, self.size
         if not c.is_moe(i):
             return self.part_saved(size * 4 * c.d_dense)
@@ -319,20 +324,22 @@ class _Walk:
         router = 4 * c.d_model if size < 4 else 0
         return self.part_saved(rows + router + size * 4 * c.d_shared) + self.routing()
 
-    def routing(self) -> float:
+    def routing(self) -> int:
         """Return the bytes of logits, scores, choices and places."""
         return self.tokens * (8 * self.config.n_experts + 40 * self.config.top_k)
 
-    def layer_work(self, i: int) -> Iterator[float]:
+    def layer_work(self, i: int) -> Iterator[int]:
         """Return what moments of a layer's backward take beside what its forward has saved."""
-        c, size, ep = self.config, self.size, self.layout.ep
+        c, size = self.config, self.size
         if not c.is_moe(i):
-            grads = size * c.d_model * 2 * c.d_dense
-            yield self.tokens * size * 5 * c.d_dense + grads
+            yield self.tokens * size * 5 * c.d_dense + size * c.d_model * 2 * c.d_dense
             return
         rows = self.tokens * c.top_k
-        done = self.tokens * self.norm(c.d_model) if c.norm in ("post", "peri") else 0
-        yield rows * 8 * c.d_model + self.tokens * 4 * c.d_model - done  # combine
-        down = size * c.n_experts // ep * c.d_model * c.d_expert
-        yield rows * size * (5 * c.d_expert) + down - done
-        yield rows * size * (2 * c.d_model - c.d_expert * 2) + 2 * down * 2 - done
+        weight = size * c.n_experts // self.layout.ep * c.d_model * c.d_expert  # a third of the experts
+        freed = self.tokens * self.norm(c.d_model) if c.norm in ("post", "peri") else 0
+        # combine: gradients of rows and of their weights' products, in float32.
+        yield rows * 8 * c.d_model + self.tokens * 4 * c.d_model - freed
+        # The second GEMM: gradients of hidden, gate and up, and of its weights.
+        yield rows * size * 5 * c.d_expert + weight - freed
+        # The first: what lay between is gone; gradients of rows and weights, the latter laid out anew.
+        yield rows * size * 2 * (c.d_model - c.d_expert) + 4 * weight - freed
