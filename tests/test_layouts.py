@@ -75,7 +75,7 @@ RULES = [  # changes of a layout of tiny (16 layers, 64 experts) on 16 GPUs, wha
     (
         dict(cp=3, batch_size=60),
         "cp must divide the edp * ep ranks that share a batch: cp=3, 16 ranks",
-        "cp=4, batch_size=64 instead of cp=3, batch_size=60",
+        "cp=8 instead of 3",
     ),
     (dict(cp=4, seq_len=4100), "2 * cp must divide seq_len: cp=4, seq_len=4100", "cp=2 instead of 4"),
     (dict(cp=4, seq_len=4100), "2 * cp must divide seq_len: cp=4, seq_len=4100", "seq_len=4096"),
