@@ -7,7 +7,9 @@ two-axis mesh (edp, ep) of their stage; every other leaf is replicated over both
 """
 
 import functools
+import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,7 +73,9 @@ def make_mesh(
             f"divide {world}"
         )
     if n_experts is not None and n_experts % ep:
-        raise ValueError(f"make_mesh needs ep to divide n_experts, got {n_experts=}, {ep=}")
+        raise ValueError(
+            f"make_mesh needs ep to divide n_experts, got {n_experts=}, {ep=}; take ep={_near(ep, n_experts)}"
+        )
     if world == 1 and not started:
         return None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -145,15 +149,38 @@ def context_mesh(mesh: DeviceMesh | None, cp: int) -> DeviceMesh | None:
     """
     n = 1 if mesh is None else data_mesh(mesh).size()
     if cp < 1 or n % cp:
-        near = [max(i for i in range(1, n + 1) if n % i == 0 and i <= max(cp, 1))]
-        near += [i for i in range(cp, n + 1) if i > near[0] and n % i == 0][:1]
         raise ValueError(
             f"context_mesh needs cp to divide the edp * ep ranks that share a batch, got {cp=} on {n} ranks; "
-            f"take cp={' or '.join(map(str, near))}"
+            f"take cp={_near(cp, n)}"
         )
     if mesh is None or cp == 1:
         return None
-    return data_mesh(mesh)._unflatten(0, (n // cp, cp), ("rows", "cp"))["cp"]
+    with _disable_current_modes():  # as in make_mesh
+        return data_mesh(mesh)._unflatten(0, (n // cp, cp), ("rows", "cp"))["cp"]
+
+
+def divisors(n: int) -> list[int]:
+    """Return all divisors of a number, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    low = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return sorted({*low, *(n // i for i in low)})
+
+
+def near(asked: int, allowed: Sequence[int]) -> list[int]:
+    """Return of ascending values the nearest that is not above what was asked for, and the nearest not below.
+
+    >>> near(5, divisors(12)), near(6, divisors(12)), near(0, divisors(12))
+    ([4, 6], [6], [1])
+    """
+    below = [value for value in allowed if value <= asked][-1:]
+    return below if below == [asked] else below + [value for value in allowed if value > asked][:1]
+
+
+def _near(asked: int, n: int) -> str:
+    return " or ".join(map(str, near(asked, divisors(n))))
 
 
 def data_rank(mesh: DeviceMesh | None, context: DeviceMesh | None = None) -> tuple[int, int]:

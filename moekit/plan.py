@@ -5,7 +5,7 @@ import json
 import math
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
@@ -36,6 +36,16 @@ def gpu_named(name: str) -> Gpu | None:
     141000000000.0
     """
     return next((gpu for key, gpu in GPUS.items() if key in name.lower()), None)
+
+
+def fits(n_bytes: float, gpu: str) -> str:
+    """Say whether so many bytes are below the memory of a GPU, one of `GPUS`.
+
+    >>> fits(97e9, "h200")
+    'fits, 44.0 GB left'
+    """
+    left = (GPUS[gpu].memory - n_bytes) / 1e9
+    return f"fits, {left:.1f} GB left" if left > 0 else f"does not fit, {-left:.1f} GB too many"
 
 
 def count_params(config: ModelConfig) -> tuple[int, int]:
@@ -139,7 +149,7 @@ def split_layers(config: ModelConfig, n_stages: int, *, seq_len: int | None = No
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Print what a published model costs.
+    """Print what a published model costs, and with a layout what its ranks hold.
 
     Attributes
     ----------
@@ -149,6 +159,24 @@ class Plan:
         Experts per layer, where they are to differ from the preset's.
     seq_len
         Positions of a sequence; by default the preset's longest.
+    n_gpus
+        GPUs in all; by default pp * ep.
+    pp
+        Ranks that a batch passes one after the other.
+    n_per_rank
+        Stages of each.
+    ep
+        Ranks that share one copy of the experts.
+    cp
+        Ranks that share a row.
+    batch_size
+        Sequences of the global batch; by default one a micro-batch.
+    n_microbatches
+        Slices of a rank's part of the batch.
+    recompute
+        What the backward makes again: none or block.
+    gpu
+        Whose memory has to do: h100, h200, b200 or b300; by default each is tried.
     json
         Print one JSON object.
     """
@@ -156,6 +184,15 @@ class Plan:
     name: tyro.conf.Positional[str]
     n_experts: int | None = None
     seq_len: int | None = None
+    n_gpus: int | None = None
+    pp: int | None = None
+    n_per_rank: int | None = None
+    ep: int | None = None
+    cp: int | None = None
+    batch_size: int | None = None
+    n_microbatches: int | None = None
+    recompute: str | None = None
+    gpu: str | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
 
@@ -163,14 +200,39 @@ def main() -> None:
     """Read the command line and print the plan."""
     args = tyro.cli(Plan, prog="python -m moekit.plan")
     try:
-        config = preset(args.name, **({} if args.n_experts is None else {"n_experts": args.n_experts}))
-        seq_len = config.max_seq_len if args.seq_len is None else args.seq_len
-        flops = flops_per_token(config, seq_len)
+        _print_plan(args)
     except ValueError as error:
-        raise SystemExit(f"moekit.plan: {error}") from error
+        first, *rest = str(error).splitlines()
+        listed = "; ".join(line.removeprefix("- ") for line in rest).replace(":; ", ": ")
+        raise SystemExit(f"moekit.plan: {first}{': ' if rest else ''}{listed}") from error
+
+
+def _print_plan(args: Plan) -> None:
+    from moekit import layouts  # which stands on this module
+
+    config = preset(args.name, **({} if args.n_experts is None else {"n_experts": args.n_experts}))
+    seq_len = config.max_seq_len if args.seq_len is None else args.seq_len
+    flops = flops_per_token(config, seq_len)
     total, active = count_params(config)
+    given: dict[str, Any] = {}
+    names = "pp n_per_rank ep cp batch_size n_microbatches recompute".split()
+    for name in (name for name in names if getattr(args, name) is not None):
+        given[name] = getattr(args, name)
+    asked = layout = n_gpus = None
+    if given or args.n_gpus is not None or args.gpu is not None:
+        if args.gpu is not None and args.gpu not in GPUS:
+            raise ValueError(f"--gpu needs one of {sorted(GPUS)}, got {args.gpu!r}")
+        pp, ep, cp, m = (given.get(name, 1) for name in ("pp", "ep", "cp", "n_microbatches"))
+        n_gpus = max(pp * ep, 1) if args.n_gpus is None else args.n_gpus
+        one_row_each = max(n_gpus // max(pp, 1) // max(cp, 1) * m, 1)
+        asked = layouts.Layout(**({"batch_size": one_row_each, "seq_len": seq_len} | given))
+        layout = layouts.check_layout(config, asked, n_gpus=n_gpus)
     if args.json:
-        figures = dict(name=args.name, total_params=total, active_params=active, flops_per_token=flops)
+        figures: dict[str, Any] = dict(
+            name=args.name, total_params=total, active_params=active, flops_per_token=flops
+        )
+        if layout is not None:
+            figures |= {"layout": asdict(layout), "memory": layouts.memory_of(config, layout)}
         print(json.dumps(figures | {"seq_len": seq_len, "config": asdict(config)}))
     else:
         print(f"{args.name}: {config.n_layers} layers, {config.n_experts} experts, top-{config.top_k}")
@@ -179,6 +241,15 @@ def main() -> None:
         print(
             f"  FLOPs per token     {flops / 1e9:>18.1f} GFLOP  (forward and backward, {seq_len} positions)"
         )
+    if asked is None or layout is None:
+        return
+    if not args.json:
+        print(layouts.describe_layout(config, layout))
+        peak = max(sum(rank.values()) for rank in layouts.memory_of(config, layout))
+        for gpu in GPUS if args.gpu is None else [args.gpu]:
+            print(f"{gpu} ({GPUS[gpu].memory / 1e9:.0f} GB): {fits(peak, gpu)}")
+    if args.gpu is not None:
+        layouts.check_layout(config, asked, n_gpus=n_gpus, gpu=args.gpu)
 
 
 if __name__ == "__main__":

@@ -427,6 +427,29 @@ def test_what_is_freed_and_what_is_kept_is_told_apart():
     assert "temporaries" not in r.memory
 
 
+def test_what_was_sent_is_free_once_its_sender_has_asked():
+    def step_of_rank(rank):
+        def step():
+            sends = []
+            for _ in range(8):
+                x = torch.ones(1000, dtype=torch.float64)
+                sends = [(work, y) for work, y in sends if not work.is_completed()]
+                sends.append((dist.isend(x, 1 - rank), x))
+
+        return step
+
+    assert record(step_of_rank, rank=0, world_size=2).peak == 2 * 8192
+
+
+def test_a_context_can_be_made_in_a_dry_run():
+    def step_of_rank(rank):
+        mesh = mk.make_mesh(edp=2, ep=2, device="cpu")
+        x = torch.ones(4) * mk.mesh.context_mesh(mesh, 2).size()
+        return lambda: {"parameters": x}
+
+    assert [r.memory for r in dry_run(step_of_rank, 4).records] == [{"parameters": 512}] * 4
+
+
 def test_a_step_that_makes_nothing_holds_what_was_there():
     def step_of_rank(rank):
         params = torch.ones(1000, dtype=torch.float64)

@@ -140,7 +140,10 @@ def test_value_and_grad_keeps_the_labels():
             "make_mesh needs pp * edp * ep to be the number of ranks, got pp=1 * edp=-1 * ep=1 on 4 ranks",
         ),
         (dict(pp=3), "got pp=3 * edp=1 * ep=1 on 4 ranks; start 3 ranks or choose pp and ep that divide 4"),
-        (dict(ep=4, n_experts=6), "make_mesh needs ep to divide n_experts, got n_experts=6, ep=4"),
+        (
+            dict(ep=4, n_experts=6),
+            "make_mesh needs ep to divide n_experts, got n_experts=6, ep=4; take ep=3 or 6",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_before_any_group_is_made(of_torchrun, sizes, message):
