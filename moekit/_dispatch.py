@@ -168,7 +168,7 @@ def _combine_local(rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | 
 
 
 def _on_host(sent: Int[Tensor, " n"], received: Int[Tensor, " n"], rows: int, mesh: DeviceMesh):
-    """Return the rows sent to and received from each rank: in a dry run, which has no values, as many each."""
+    """Return the rows sent to and received from each rank; in a dry run, without values, as many each."""
     if has_values(sent):
         return torch.stack([sent, received]).tolist()
     n, rank = mesh.size(), mesh.get_local_rank()

@@ -1,7 +1,7 @@
 """Operations on tensors of the meta device, which have shapes and no values, as a GPU would execute them.
 
-What torch's meta kernels work out is kept: an operation on arguments of the same kind takes a look-up. (On fake
-tensors the same step takes five times as long.)
+What torch's meta kernels work out is kept: an operation on arguments of the same kind takes a look-up. (On
+fake tensors the same step takes five times as long.)
 """
 
 from collections.abc import Iterator
@@ -88,17 +88,20 @@ def _kind(x: Any) -> Any:
 def _on_stubs(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a fake process group, which takes no meta tensors: with empty ones, and without their splits."""
     stubs: list[tuple[Tensor, Tensor]] = []
+    splits = func._schema.name == "c10d::alltoall_base_"
 
     def stub(x: Any) -> Any:
         if isinstance(x, Tensor):
             stubs.append((torch.empty(0, dtype=x.dtype, device="cpu"), x))
             return stubs[-1][0]
         if isinstance(x, list):
-            return [stub(y) for y in x if not isinstance(y, int) or func._schema.name != "c10d::alltoall_base_"]
+            return [stub(y) for y in x if not (splits and isinstance(y, int))]
         return x
 
     out = func(*map(stub, args), **{name: stub(x) for name, x in kwargs.items()})
-    return tree_map(lambda y: next((x for s, x in stubs if s is y), y), out)
+    out = tree_map(lambda y: next((x for s, x in stubs if s is y), y), out)
+    stubs.clear()  # `stub`, which refers to itself and to them, is only freed by the garbage collector
+    return out
 
 
 def _grouped_mm(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
@@ -125,7 +128,9 @@ def kernels_of(device: str) -> Iterator[None]:
         F.rms_norm, F.scaled_dot_product_attention = originals
 
 
-def _attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def _attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     del enable_gqa  # its kernel takes any number of heads
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale

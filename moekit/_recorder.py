@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):
             self.wait(args[0].untyped_storage()._cdata)
             return args[0].detach()  # by itself it would be a copy
         out = self._ops(func, args, kwargs)
-        if name.startswith(("c10d::", "_c10d_functional::")) and not name.startswith("_c10d_functional::_wrap"):
+        if name.startswith(("c10d::", "_c10d_functional::")) and "::_wrap" not in name:
             self._communicate(func._schema, args, kwargs, out)
         self.flops[self.step] += _flops(func, args, kwargs, out)
         for x in (out,) if isinstance(out, Tensor) else tree_iter(out):

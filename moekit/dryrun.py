@@ -1,7 +1,7 @@
 """Execute a training step of any layout on fake ranks, before there are any devices.
 
-Each rank runs in a process of its own, on tensors of the meta device and in a process group without peers, and
-what it sends and holds is written down. Then the ranks' calls are compared and replayed.
+Each rank runs in a process of its own, on tensors of the meta device and in a process group without peers,
+and what it sends and holds is written down. Then the ranks' calls are compared and replayed.
 """
 
 import gc
@@ -171,13 +171,16 @@ def dry_run(
 
 def _over(records: Sequence[Record], gpu: str | None) -> list[str]:
     """Return which ranks need more memory than a GPU has: a line for all that need as much."""
+    if gpu is None:
+        return []
     by_peak: dict[int, list[int]] = {}
     for record in records:
-        if gpu is not None and record.peak >= GPUS[gpu].memory:
+        if record.peak >= GPUS[gpu].memory:
             by_peak.setdefault(record.peak, []).append(record.rank)
+    has = f"{GPUS[gpu].memory / 1e9:.0f} GB of {gpu}"
     return [
-        f"rank {_ranges(ranks)}: {peak / 1e9:.1f} GB, more than the {GPUS[gpu or ''].memory / 1e9:.0f} GB of an {gpu}"
-        for peak, ranks in sorted(by_peak.items(), reverse=True)
+        f"rank {_ranges(by_peak[peak])}: {peak / 1e9:.1f} GB, more than the {has}"
+        for peak in sorted(by_peak, reverse=True)
     ]
 
 
@@ -209,7 +212,7 @@ def dry_run_recipe(
     """
 
     def step_of_rank(rank: int) -> Step:
-        mesh, context, held, train_step = build()
+        _, context, held, train_step = build()
         tokens = torch.zeros(layout.rows * layout.n_microbatches, layout.seq_len + 1, dtype=torch.int64)
         batch = make_batch(tokens, torch.zeros_like(tokens), torch.arange(len(tokens)))
         batch = split_context(batch, mesh=context)
