@@ -89,7 +89,8 @@ def memory_of(config: ModelConfig, layout: Layout) -> list[dict[str, int]]:
     """Estimate the bytes that a rank of each place of the pipeline holds at its fullest, by kind.
 
     From sizes alone, in milliseconds, where :func:`moekit.dryrun.dry_run` executes the step: within 4 % of
-    that for every preset tried, on 8 to 512 ranks, with and without recomputation, pipeline and context. The fullest moment is one of the backward's, or the optimizer's update. Counted are
+    that for every preset tried, on 8 to 512 ranks, with and without recomputation, pipeline
+    and context. The fullest moment is one of the backward's, or the optimizer's update. Counted are
 
     - *parameters*, and float32 *gradients* of all of them (``reduce="step"``), or of this rank's part;
     - *optimizer state*: float32 master and two moments, over the copies of a leaf: ``edp`` of the experts,
