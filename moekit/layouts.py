@@ -63,7 +63,6 @@ def check_layout(
     nearest layouts that work:
     - ep=8 instead of 6
     - ep=4 instead of 6
-    - pp=2, ep=8 instead of pp=1, ep=6
     """
     n_gpus = int(os.environ.get("WORLD_SIZE", 1)) if n_gpus is None else n_gpus  # torchrun's contract
     gpu = _gpu(gpu)
@@ -185,7 +184,7 @@ def _problems(config: ModelConfig, layout: Layout, n_gpus: int) -> Iterator[str]
         yield f"2 * cp must divide seq_len: cp={at.cp}, seq_len={at.seq_len}"
     if at.attention_via == "all_to_all" and c.n_heads % at.cp:
         yield f"cp must divide n_heads for attention_via='all_to_all': cp={at.cp}, n_heads={c.n_heads}"
-    if n % at.cp == 0 and at.batch_size % (n // at.cp * at.n_microbatches):
+    if at.pp * n == n_gpus and n % at.cp == 0 and at.batch_size % (n // at.cp * at.n_microbatches):
         yield (
             f"(edp * ep / cp) * n_microbatches must divide batch_size: {n // at.cp} * {at.n_microbatches} = "
             f"{n // at.cp * at.n_microbatches}, batch_size={at.batch_size}"

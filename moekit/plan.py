@@ -38,7 +38,7 @@ def gpu_named(name: str) -> Gpu | None:
     return next((gpu for key, gpu in GPUS.items() if key in name.lower()), None)
 
 
-def fits(n_bytes: float, gpu: str) -> str:
+def fits(n_bytes: int | float, gpu: str) -> str:
     """Say whether so many bytes are below the memory of a GPU, one of `GPUS`.
 
     >>> fits(97e9, "h200")
