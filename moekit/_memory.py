@@ -101,8 +101,7 @@ def memory_of(config: ModelConfig, layout: Layout) -> list[dict[str, int]]:
       of logits, a bucket on its way.
 
     Routing is taken to be balanced: experts receive ``top_k`` times as many rows as a rank has tokens. Not
-    counted are the device's context, buffers of NCCL and fragmentation. Norms keep what they do on a CPU,
-    where dry runs run: their input and output in float32; fused ones on a GPU keep less.
+    counted are the device's context, buffers of NCCL and fragmentation.
 
     Parameters
     ----------
@@ -294,8 +293,8 @@ class _Walk:
         )
 
     def norm(self, width: int) -> int:
-        """Return the bytes a token that a norm keeps: float32 input and output."""
-        return width * (8 if self.size < 4 else 4)
+        """Return the bytes a token that a norm's fused kernel keeps: its input."""
+        return width * self.size
 
     def part_saved(self, inside: int) -> int:
         """Return the bytes that the norms around a part keep, its input and the inside; of all tokens."""
@@ -313,8 +312,6 @@ class _Walk:
             inside = size * (3 * q + 2 * kv * (cp // math.gcd(cp, c.n_kv_heads)))
         else:
             inside = size * (3 * q + 2 * kv * cp)
-        if c.qk_norm != "none":
-            inside += self.norm(q + kv)
         return self.part_saved(inside)
 
     def ffn_saved(self, i: int) -> int:

@@ -264,7 +264,7 @@ def pipeline_step(rank, *, config, pp, v, edp, ep, b, s, n_microbatches, recompu
     optimizer = mk.shard_optimizer(mk.adamw(3e-4), mesh=mesh)
     state = optimizer.init(params)
     block = mk.remat(mk.model.transformer_block, recompute)
-    options = dict(config=config, block=block, via=static_transport(), mesh=mesh["edp", "ep"])
+    options = dict(config=config, block=block, mesh=mesh["edp", "ep"])
     grad_fn = mk.pipeline(
         [partial(mk.model.stage_loss, stage=stage, **options) for stage in stages],
         schedule=schedule,
