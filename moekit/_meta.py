@@ -28,15 +28,15 @@ class MetaOps:
             kwargs = {**kwargs, "device": META}
             kwargs.pop("pin_memory", None)
         rule = self._rules.get(func) or self._rules.setdefault(func, _rule(func))
+        if rule == "views":
+            return func(*args, **kwargs)
         if rule == "nothing":
             return None
         if rule == "to meta":
             return torch.empty_like(args[0], device=META)
         if rule == "communicates":
             return _on_stubs(func, args, kwargs)
-        if rule == "views":
-            return func(*args, **kwargs)
-        key = func, _kind(args), tuple(sorted((name, _kind(x)) for name, x in kwargs.items()))
+        key = func, _kind(args), tuple((name, _kind(x)) for name, x in kwargs.items()) if kwargs else None
         try:
             known = self._results.get(key)
         except TypeError:  # an argument that has no hash
@@ -81,7 +81,7 @@ def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.shape, x.stride(), x.dtype, x.is_meta
     if isinstance(x, list | tuple):
-        return tuple(map(_kind, x))
+        return tuple([_kind(y) for y in x])
     return type(x), x
 
 

@@ -48,6 +48,16 @@ class _Storage:
         return "activations" if self.met_backward else "temporaries"
 
 
+class _Known(NamedTuple):
+    """What does not change from one call of an operation to the next."""
+
+    name: str
+    ignored: bool
+    communicates: bool
+    computes: bool
+    makes: bool  # tensors that are no views of its arguments
+
+
 class HighWater(NamedTuple):
     """The most bytes held at a moment of a step, by kind, and the operation that came to them."""
 
@@ -65,6 +75,7 @@ class Recorder(TorchDispatchMode):
         self.flops: Counter[int] = Counter()  # by step
         self.reduce_op: str | None = None  # of the call of c10d to come, where it cannot be read
         self._ops = MetaOps()
+        self._known: dict[Any, _Known] = {}
         self._now, self._last_backward = 0, -1  # operations so far
         self._backwards, self._in_backward = 0, False  # those that have ended
         self._live: dict[int, tuple[_Storage, Any]] = {}
@@ -77,29 +88,48 @@ class Recorder(TorchDispatchMode):
         """Begin a step; 0 is what comes before the first."""
         self.step, self._starts[step] = step, len(self._events)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # which costs as much as the rest
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, func.name()
-        if any(issubclass(t, FakeTensor) for t in types) or name.startswith("prim::"):
-            return func(*args, **kwargs)  # DTensor works out a placement
-        if not all(t in (Tensor, Parameter) for t in types):
-            return NotImplemented  # a DTensor comes again, as operations and collectives on what it holds
+        kwargs, known = kwargs or {}, self._known.get(func) or self._know(func)
+        for t in types:
+            if t is not Tensor and t is not Parameter:
+                # A DTensor works out a placement on fake tensors; it comes again, as operations on what it holds.
+                return func(*args, **kwargs) if issubclass(t, FakeTensor) else NotImplemented
+        if known.ignored:
+            return func(*args, **kwargs)
         self._now += 1
-        in_backward = torch._C._current_autograd_node() is not None
-        self._backwards += self._in_backward and not in_backward
-        self._in_backward = in_backward
-        if in_backward:
-            self._last_backward = self._now
-        if name == "_c10d_functional::wait_tensor":
+        if torch._C._current_autograd_node() is not None:
+            self._in_backward, self._last_backward = True, self._now
+        elif self._in_backward:
+            self._in_backward = False
+            self._backwards += 1
+        if known.name == "_c10d_functional::wait_tensor":
             self.wait(args[0].untyped_storage()._cdata)
             return args[0].detach()  # by itself it would be a copy
         out = self._ops(func, args, kwargs)
-        if name.startswith(("c10d::", "_c10d_functional::")) and "::_wrap" not in name:
+        if known.communicates:
             self._communicate(func._schema, args, kwargs, out)
-        self.flops[self.step] += _flops(func, args, kwargs, out)
-        for x in (out,) if isinstance(out, Tensor) else tree_iter(out):
-            if isinstance(x, Tensor):
-                self._hold(x, name)
+        if known.computes:
+            self.flops[self.step] += _flops(func, args, kwargs, out)
+        if known.makes:
+            for x in (out,) if isinstance(out, Tensor) else tree_iter(out):
+                if isinstance(x, Tensor):
+                    self._hold(x, known.name)
         return out
+
+    def _know(self, func: Any) -> "_Known":
+        name = func.name()
+        known = self._known[func] = _Known(
+            name=name,
+            ignored=name.startswith("prim::"),
+            communicates=name.startswith(("c10d::", "_c10d_functional::")) and "::_wrap" not in name,
+            computes=func._schema.name in _FLOPS or func.overloadpacket in flop_registry,
+            makes=any(x.alias_info is None for x in func._schema.returns),
+        )
+        return known
 
     # --- Memory -----------------------------------------------------------------------
 
@@ -229,16 +259,20 @@ def _splits(given: dict[str, Any], out: Any, size: int) -> tuple[tuple[int, ...]
     )
 
 
+_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+_FLOPS = ("aten::_grouped_mm", _ATTENTION, f"{_ATTENTION}_backward")
+
+
 def _flops(func, args, kwargs, out) -> int:
     """Return two for each product of a matrix product or of attention; causal attention counts all pairs."""
-    name, packet = func._schema.name, func.overloadpacket
+    name = func._schema.name
     if name == "aten::_grouped_mm":
         a, b = args[:2]
         groups = a.shape[0] if a.ndim == 3 and b.ndim == 2 else 1
         return 2 * a.numel() * b.shape[-1] // groups
-    if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
+    if name.startswith(_ATTENTION):
         backward = name.endswith("_backward")
         q, k, v = args[1:4] if backward else args[:3]
         products = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
         return 2 * products * ((3 * q.shape[3] + 2 * v.shape[3]) if backward else (q.shape[3] + v.shape[3]))
-    return flop_registry[packet](*args, **kwargs, out_val=out) if packet in flop_registry else 0
+    return flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)

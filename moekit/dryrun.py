@@ -292,7 +292,7 @@ def sample_ranks(mesh_sizes: Mapping[str, int], *, full: bool = False) -> list[i
     Returns
     -------
     list of int
-        Ascending: the first and the last place along each axis, and every place along ``pp``.
+        Ascending: of every place along ``pp`` the first rank, and the last along each other axis.
 
     Raises
     ------
@@ -303,13 +303,16 @@ def sample_ranks(mesh_sizes: Mapping[str, int], *, full: bool = False) -> list[i
     --------
     >>> from moekit.dryrun import sample_ranks
     >>> sample_ranks({"edp": 4, "ep": 8})
-    [0, 7, 24, 31]
+    [0, 7, 24]
     """
     sizes = list(mesh_sizes.values())
     if not sizes or min(sizes) < 1:
         raise ValueError(f"sample_ranks needs axes of at least one rank, got {dict(mesh_sizes)}")
-    ends = [range(n) if axis == "pp" else sorted({0, n - 1}) for axis, n in mesh_sizes.items()]
-    chosen = set(product(*ends))
+    stages = [range(n) if axis == "pp" else [0] for axis, n in mesh_sizes.items()]
+    chosen = set(product(*stages))
+    for i, (axis, n) in enumerate(mesh_sizes.items()):
+        if axis != "pp":
+            chosen |= {(*place[:i], n - 1, *place[i + 1 :]) for place in product(*stages)}
     if full:
         seen = Counter(group for place in chosen for group in _groups(place))
         # First the ranks that every group of theirs lacks, then those that one does.
