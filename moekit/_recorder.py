@@ -2,6 +2,7 @@
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +118,7 @@ class Recorder(TorchDispatchMode):
         if known.makes:
             for x in (out,) if isinstance(out, Tensor) else tree_iter(out):
                 if isinstance(x, Tensor):
-                    self._hold(x, known.name)
+                    self._hold(x.untyped_storage(), known.name)
         return out
 
     def _know(self, func: Any) -> "_Known":
@@ -133,8 +134,7 @@ class Recorder(TorchDispatchMode):
 
     # --- Memory -----------------------------------------------------------------------
 
-    def _hold(self, x: Tensor, op: str) -> None:
-        storage = x.untyped_storage()
+    def _hold(self, storage: torch.UntypedStorage, op: str) -> None:
         key = storage._cdata
         if key in self._live:
             return
@@ -147,6 +147,13 @@ class Recorder(TorchDispatchMode):
         entry, _ = self._live.pop(key)
         self._see(entry)
         self._events.append((entry, None))
+
+    def resize(self, storage: torch.UntypedStorage, resize: Callable, size: int) -> None:
+        """Note a storage that gets another size, as FSDP's do when they are freed and filled."""
+        if storage._cdata in self._live:
+            self._drop(storage._cdata)
+        resize(storage, size)
+        self._hold(storage, "resize_")
 
     def _see(self, entry: _Storage) -> None:
         """Note what has happened since a storage was made."""

@@ -387,21 +387,12 @@ def _work(connection, call: bytes, rank: int, world_size: int, device: Device) -
 
 
 def _execute(step_of_rank: Callable[[int], Step], rank: int, world_size: int, device: Device) -> Record:
-    # Private to torch, and only there when it was built with distributed.
-    from torch._C._distributed_c10d import FakeWork
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     began = time.perf_counter()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     recorder = Recorder()
-    # This process has no other use, so what cannot be seen from a dispatch mode is put in here.
-    setattr(FakeWork, "wait", lambda work, *_, **__: recorder.wait(work) or True)  # noqa: B010
-    backend = dist.ProcessGroup._get_backend
-    of_meta = lambda group, device: backend(group, torch.device("cpu") if device.type == "meta" else device)  # noqa: E731
-    setattr(dist.ProcessGroup, "_get_backend", of_meta)  # noqa: B010
-    setattr(FakeWork, "is_completed", lambda work: True)  # noqa: B010  # else what is sent is held for ever
-    for name in (x for x in dir(dist.ProcessGroup) if "reduce" in x and not x.startswith("__")):
-        _note_reduce_op(name, recorder)
+    missing = _patch_torch(recorder)
     with kernels_of(device), recorder:
         step = step_of_rank(rank)
         for number in (1, 2):
@@ -410,6 +401,7 @@ def _execute(step_of_rank: Callable[[int], Step], rank: int, world_size: int, de
             recorder.start(number)
             _label(recorder, step())
             gc.enable()
+    del missing
     mark = recorder.high_water(2)
     return Record(
         rank=rank,
@@ -429,6 +421,38 @@ def _label(recorder: Recorder, held: Any) -> None:
         if not any(isinstance(x, Tensor) for x in tree_iter(tree)):
             raise TypeError(f"a dry run needs tensors of kind {kind!r}, got {type(tree).__name__}")
         recorder.label(kind, tree)
+
+
+def _patch_torch(recorder: Recorder) -> torch.library.Library:
+    """Let the recorder see what does not come to a dispatch mode; this process has no other use.
+
+    Returns what is to be kept alive.
+    """
+    from torch._C._distributed_c10d import FakeWork
+
+    def patch(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
+        setattr(owner, name, make(getattr(owner, name)))
+
+    def resized(original: Callable) -> Callable:
+        return lambda storage, size: recorder.resize(storage, original, size)
+
+    def backend_of(original: Callable) -> Callable:
+        cpu = torch.device("cpu")
+        return lambda group, device: original(group, cpu if device.type == "meta" else device)
+
+    patch(FakeWork, "wait", lambda _: lambda work, *args, **kwargs: recorder.wait(work) or True)
+    patch(FakeWork, "is_completed", lambda _: lambda work: True)  # else what is sent is held for ever
+    patch(dist.ProcessGroup, "_get_backend", backend_of)
+    patch(torch.UntypedStorage, "resize_", resized)
+    for name in (x for x in dir(dist.ProcessGroup) if "reduce" in x and not x.startswith("__")):
+        _note_reduce_op(name, recorder)
+    missing = torch.library.Library("aten", "IMPL", "Meta")
+    for op in ("_fused_adamw_", "_fused_adamw_.tensor_lr"):  # which only change values
+        missing.impl(op, lambda *args, **kwargs: None)
+    patch(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda _: lambda *args, **kwargs: None)
+    if fsdp := sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group"):
+        patch(fsdp.FSDPParamGroup, "_validate_no_meta_params", lambda _: lambda group: None)
+    return missing
 
 
 def _note_reduce_op(name: str, recorder: Recorder) -> None:

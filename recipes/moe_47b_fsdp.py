@@ -26,9 +26,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import moekit as mk
-from moekit import config, corpora, data, plan, tracking
+from moekit import config, corpora, data, dryrun, layouts, plan, tracking
 from moekit.mesh import data_mesh, data_rank
 from moekit.params import draw_slab
+from moekit.tree import has_values
 
 # --- Config ---------------------------------------------------------------------------
 
@@ -38,9 +39,7 @@ class Config:
     """Everything this run depends on; logged whole."""
 
     n_experts: int = 128  # 8, 32, 48, 64 or 128 in the published bench
-    tokens: Path | None = (
-        None  # a file or folder of uint32 token ids; by default the standard library's bytes
-    )
+    tokens: Path | None = None  # a file or folder of uint32 token ids; else the standard library's bytes
     eos: int | None = None  # id that ends a document in token files
     n_steps: int = 20
     batch_size: int = 16  # sequences of the global batch
@@ -59,6 +58,10 @@ class Config:
     toy: bool = False  # the same code at a width for a laptop, in float32
     folder: Path = Path("runs/moe_47b_fsdp")
     log_every: int = 5  # steps
+    dry_run: bool = False  # execute the step on fake ranks, without values, and say what it needs
+    n_gpus: int = 1  # ranks of a dry run
+    full: bool = False  # a dry run of two ranks of every single group
+    gpu: Literal["h100", "h200", "b200", "b300"] | None = None  # a dry run refuses what exceeds its memory
 
 
 cfg = tyro.cli(Config, description=__doc__)
@@ -66,6 +69,8 @@ model = mk.preset("bench-8L", n_experts=cfg.n_experts)
 if cfg.toy:
     model = config.toy(model)
     cfg = replace(cfg, seq_len=min(cfg.seq_len, 128), n_steps=min(cfg.n_steps, 10))
+layout = layouts.check_layout(model, layouts.Layout.of(cfg), n_gpus=cfg.n_gpus if cfg.dry_run else None)
+device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 
 # --- The model's functions as modules, which FSDP gathers and frees -------------------
 
@@ -155,6 +160,8 @@ def draw(net):
     """Draw the first values of mk.init_params, each rank the rows that it holds."""
     for name, p in net.named_parameters():
         rows, name = p.to_local(), name.removesuffix(".weight")
+        if not has_values(rows):  # in a dry run
+            continue
         if p.ndim == 1:
             rows.fill_(1.0)
             continue
@@ -166,21 +173,22 @@ def draw(net):
 
 
 def build():
-    """Return the mesh, the model, the optimizer and the training step, which changes both."""
-    if "WORLD_SIZE" not in os.environ:  # a process that was started alone is one rank
+    """Make the mesh, what this rank holds, and the step: on real ranks, or on those of a dry run."""
+    if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:  # one rank, started alone
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     mesh = mk.make_mesh()
-    assert mesh is not None
     net = Model(mk.init_params(model, device="meta"))  # no rank ever holds the whole model
     shard(net, mesh)
     assert isinstance(net, FSDPModule)  # now
-    draw(net.to_empty(device=mesh.device_type))
+    draw(net.to_empty(device=device))
     lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=max(cfg.n_steps, 11))
-    adamw = torch.optim.AdamW(net.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, lambda done: lr(torch.tensor(done)).item())
+    adamw = torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    held = dict(params=dict(net.named_parameters()), state=None)
+    base_key = mk.random.make_key(cfg.seed, device)
 
-    def train_step(batch, key):
-        """Update the model; return the statistics of the global batch."""
+    def train_step(held, batch, step):
+        """Update the model, and return the statistics of the global batch."""
+        key = None if cfg.assignment == "top_k" else mk.random.fold_in(base_key, step)
         parts = mk.batch.split_batch(mk.count_tokens(batch, mesh=mesh), cfg.n_microbatches)
         shares = []
         for i, part in enumerate(parts, 1):
@@ -191,27 +199,30 @@ def build():
             shares.append(stats)
         if cfg.optimize:
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            adamw.param_groups[0]["lr"] = lr(torch.tensor(max(step - 1, 0), device=device))
             adamw.step()
-            schedule.step()
+            held["state"] = list(adamw.state.values())
         adamw.zero_grad()
         stats = {name: torch.stack([share[name] for share in shares]).sum(0) for name in shares[0]}
         return mk.mesh.sum_over_ranks(stats, mesh=mesh)
 
-    return mesh, net, adamw, train_step
+    return mesh, None, held, train_step
 
+
+if cfg.dry_run:
+    print(dryrun.dry_run_recipe(build, layout, full=cfg.full, gpu=cfg.gpu))
+    raise SystemExit
 
 # --- Data, train ----------------------------------------------------------------------
 
-mesh, net, adamw, train_step = build()
+mesh, _, held, train_step = build()
 rank, n_ranks = data_rank(mesh)
-device = torch.device(mesh.device_type)
 if cfg.tokens:
     files = corpora.token_files(cfg.tokens, dtype="uint32")
     corpus = corpora.corpus_of_tokens(files, eos=cfg.eos, vocab_size=model.vocab_size)
 else:
     corpus = corpora.corpus_of_text(corpora.standard_library(), corpora.byte_tokenizer())
 loader = data.Loader(data.pack(corpus, cfg.seq_len), cfg.batch_size, seed=cfg.seed, mesh=mesh)
-base_key = mk.random.make_key(cfg.seed, device)
 run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, rank=rank)
 gpu = plan.gpu_named(torch.cuda.get_device_name()) if device.type == "cuda" else None
 progress = tracking.Progress(
@@ -220,8 +231,7 @@ progress = tracking.Progress(
 )  # fmt: skip
 flops = plan.flops_per_token(model, cfg.seq_len) / n_ranks
 for step in progress:
-    key = None if cfg.assignment == "top_k" else mk.random.fold_in(base_key, step)
-    stats = train_step(next(loader).to(device), key)
+    stats = train_step(held, next(loader).to(device), step)
     progress.log(stats, first_layer=model.n_dense_layers, flops_per_token=flops)
 run.finish()
 dist.destroy_process_group()
