@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from multiprocessing.connection import wait
 from typing import Any, Literal
@@ -60,6 +60,7 @@ class Report:
     """What a dry run found; ``print`` it."""
 
     records: tuple[Record, ...]
+    title: str = ""
 
     def fits(self, gpu: str) -> bool:
         """Whether every recorded rank's high-water mark is below the memory of a GPU, one of `GPUS`."""
@@ -68,7 +69,8 @@ class Report:
         return max(record.peak for record in self.records) < GPUS[gpu].memory
 
     def __str__(self) -> str:
-        return "\n".join([*self._memory(), "", *self._traffic(), "", *self._gpus()])
+        title = [self.title, ""] if self.title else []
+        return "\n".join([*title, *self._memory(), "", *self._traffic(), "", *self._gpus()])
 
     def _memory(self) -> Iterator[str]:
         kinds = sorted({kind for record in self.records for kind in record.memory}, key=_order)
@@ -225,8 +227,15 @@ def dry_run_recipe(
         return step
 
     sizes = {"pp": layout.pp, "edp": layout.edp or 1, "ep": layout.ep}
-    ranks = sample_ranks(sizes, full=full)
-    return dry_run(step_of_rank, math.prod(sizes.values()), ranks=ranks, gpu=gpu)
+    ranks, world_size = sample_ranks(sizes, full=full), math.prod(sizes.values())
+    report = dry_run(step_of_rank, world_size, ranks=ranks, gpu=gpu)
+    tokens = f"{layout.rows} x {layout.seq_len // layout.cp}"
+    title = (
+        f"{len(ranks)} of {world_size} ranks: "
+        f"{' x '.join(f'{axis} {n}' for axis, n in sizes.items())}, cp {layout.cp}; "
+        f"{layout.n_microbatches} micro-batches of {tokens} tokens a rank"
+    )
+    return replace(report, title=title)
 
 
 def record(
@@ -436,6 +445,15 @@ def _patch_torch(recorder: Recorder) -> torch.library.Library:
     def resized(original: Callable) -> Callable:
         return lambda storage, size: recorder.resize(storage, original, size)
 
+    def reset(original: Callable) -> Callable:
+        def run(param: Any) -> None:
+            original(param)  # which leaves what is still on meta as it is
+            held = param.sharded_param._local_tensor
+            if held.size() == param.padded_sharded_param_size:
+                param._sharded_param_data = held.view(-1)
+
+        return run
+
     def backend_of(original: Callable) -> Callable:
         cpu = torch.device("cpu")
         return lambda group, device: original(group, cpu if device.type == "meta" else device)
@@ -452,6 +470,7 @@ def _patch_torch(recorder: Recorder) -> torch.library.Library:
     patch(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda _: lambda *args, **kwargs: None)
     if fsdp := sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group"):
         patch(fsdp.FSDPParamGroup, "_validate_no_meta_params", lambda _: lambda group: None)
+        patch(fsdp.FSDPParam, "reset_sharded_param", reset)
     return missing
 
 
