@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         kwargs, known = kwargs or {}, self._known.get(func) or self._know(func)
         for t in types:
             if t is not Tensor and t is not Parameter:
-                # A DTensor works out a placement on fake tensors; it comes again, as operations on what it holds.
+                # A DTensor finds placements on fake tensors, and comes again, as operations on what it holds.
                 return func(*args, **kwargs) if issubclass(t, FakeTensor) else NotImplemented
         if known.ignored:
             return func(*args, **kwargs)

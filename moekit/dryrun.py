@@ -467,7 +467,8 @@ def _patch_torch(recorder: Recorder) -> torch.library.Library:
     missing = torch.library.Library("aten", "IMPL", "Meta")
     for op in ("_fused_adamw_", "_fused_adamw_.tensor_lr"):  # which only change values
         missing.impl(op, lambda *args, **kwargs: None)
-    patch(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda _: lambda *args, **kwargs: None)
+    adam = sys.modules["torch.optim.adam"]
+    patch(adam, "_device_dtype_check_for_fused", lambda _: lambda *args, **kwargs: None)
     if fsdp := sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group"):
         patch(fsdp.FSDPParamGroup, "_validate_no_meta_params", lambda _: lambda group: None)
         patch(fsdp.FSDPParam, "reset_sharded_param", reset)

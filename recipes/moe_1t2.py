@@ -12,7 +12,7 @@ of its own stages, and micro-batches pass them in the order of a schedule. All s
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -74,6 +74,7 @@ schedule = schedules.interleaved(cfg.pp, cfg.n_microbatches, cfg.n_per_rank)
 def build():
     """Make the mesh, what this rank holds, and the step: on real ranks, or on those of a dry run."""
     mesh = mk.make_mesh(pp=cfg.pp, ep=cfg.ep, n_experts=model.n_experts)
+    assert mesh is not None  # pp * ep ranks are more than one
     stage_mesh = mesh["edp", "ep"]
     context = mk.mesh.context_mesh(mesh, cfg.cp)
     mine = [stages[i] for i in schedule.stages_of(mesh["pp"].get_local_rank())]
@@ -83,7 +84,7 @@ def build():
     )
     optimizer = mk.chain(mk.clip_by_global_norm(1.0, mesh=mesh), mk.adamw(lr, weight_decay=0.1))
     optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
-    held = dict(params=params, state=optimizer.init(params))
+    held: dict[str, Any] = dict(params=params, state=optimizer.init(params))
 
     block = mk.remat(mk.model.transformer_block, cfg.recompute)
     options = dict(config=model, assignment=cfg.assignment, block=block, context=context, mesh=stage_mesh)

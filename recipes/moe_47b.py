@@ -16,7 +16,7 @@ device's peak, and the peak memory.
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -80,7 +80,7 @@ def build():
     lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=max(cfg.n_steps, 11))
     optimizer = mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(lr, weight_decay=0.1))
     optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
-    held = dict(params=params, state=optimizer.init(params) if cfg.optimize else None)
+    held: dict[str, Any] = dict(params=params, state=optimizer.init(params) if cfg.optimize else None)
 
     block = mk.remat(mk.model.transformer_block, cfg.recompute)
     options = dict(config=model, assignment=cfg.assignment, block=block, attention_via=cfg.attention_via)

@@ -16,7 +16,7 @@ import os
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -183,7 +183,7 @@ def build():
     draw(net.to_empty(device=device))
     lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=max(cfg.n_steps, 11))
     adamw = torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    held = dict(params=dict(net.named_parameters()), state=None)
+    held: dict[str, Any] = dict(params=dict(net.named_parameters()), state=None)
     base_key = mk.random.make_key(cfg.seed, device)
 
     def train_step(held, batch, step):

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -79,7 +80,7 @@ def build():
     optimizer = mk.chain(mk.clip_by_global_norm(cfg.max_norm), mk.adamw(lr, weight_decay=cfg.weight_decay))
     optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
     biases = torch.zeros(model.n_moe_layers, model.n_experts, device=device)
-    held = dict(params=params, state=optimizer.init(params), biases=biases)
+    held: dict[str, Any] = dict(params=params, state=optimizer.init(params), biases=biases)
 
     loss_fn = partial(mk.next_token_loss, config=model, mesh=mesh)
     grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches)

@@ -12,7 +12,7 @@ Differs from quickstart.py in where the model and the tokens come from.
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -104,7 +104,7 @@ def build():
     optimizer = mk.chain(mk.clip_by_global_norm(cfg.max_norm), mk.adamw(lr, weight_decay=cfg.weight_decay))
     optimizer = mk.shard_optimizer(optimizer, reduce=cfg.reduce, mesh=mesh)
     biases = torch.zeros(model.n_moe_layers, model.n_experts, device=device)
-    held = dict(params=params, state=optimizer.init(params), biases=biases)
+    held: dict[str, Any] = dict(params=params, state=optimizer.init(params), biases=biases)
 
     block = mk.remat(mk.model.transformer_block, cfg.recompute)
     loss_fn = partial(mk.next_token_loss, config=model, assignment=cfg.assignment, block=block, mesh=mesh)

@@ -18,7 +18,7 @@ from test_dryrun import train_step
 import moekit as mk
 from moekit import plan, schedules
 from moekit.config import PRESETS
-from moekit.dryrun import record, static_transport
+from moekit.dryrun import record
 from moekit.layouts import (
     Layout,
     check_layout,
