@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 Calls = dict[int, tuple["Call", ...]]
 NODE = 8
@@ -85,6 +86,18 @@ class Call:
         return replace(self, shapes=shapes, sends=None, receives=None, n_bytes=0, step=0)
 
 
+class Leaf(NamedTuple):
+    """What a tensor that a rank holds is a part of."""
+
+    shape: tuple[int, ...]  # of the whole
+    dtype: str
+    placements: tuple[str, ...]  # along the axes of its mesh, e.g. ("R", "S(0)"); none for a plain tensor
+    ranks: tuple[int, ...]  # of that mesh, ascending; itself for a plain tensor
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} {', '.join(self.placements)} on ranks {_span(self.ranks)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """What one rank did in two steps. Picklable.
@@ -105,6 +118,8 @@ class Record:
     flops : int
         Of the matrix products and attention of the second step, with what is recomputed. Causal attention
         counts all pairs.
+    leaves : dict of str to dict of str to Leaf
+        Shape and placement of what the step named, by kind and name.
     seconds : float
         That all of it took here.
     """
@@ -115,6 +130,7 @@ class Record:
     memory: dict[str, int] = field(default_factory=dict)
     at: str = ""
     flops: int = 0
+    leaves: dict[str, dict[str, Leaf]] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -140,8 +156,9 @@ def compare(records: Iterable[Record]) -> list[str]:
 
     Pure. Every recorded member of a group must make the same collectives in the same order (of the same
     shapes, dtypes, reductions and roots), in every all_to_all each pair must agree on the rows, and the
-    messages of each pair must match in order, shapes, dtype and tag. Of ranks that were not recorded nothing
-    is known: they are taken to agree. Groups of the same ranks are taken for one.
+    messages of each pair must match in order, shapes, dtype and tag. Parameters of one name must be one:
+    held by every recorded rank of its mesh, and by no others. Of ranks that were not recorded nothing is
+    known: they are taken to agree. Groups of the same ranks are taken for one.
 
     Parameters
     ----------
@@ -154,8 +171,25 @@ def compare(records: Iterable[Record]) -> list[str]:
         Empty where all agree. Only the first difference of each group and pair is named: what comes after it
         follows from it.
     """
+    records = list(records)
     calls = {record.rank: record.calls for record in records}
-    return [*_collectives(calls), *_messages(calls)]
+    return [*_parameters(records), *_collectives(calls), *_messages(calls)]
+
+
+def _parameters(records: Sequence[Record]) -> Iterator[str]:
+    held: dict[str, dict[Leaf, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        for name, leaf in record.leaves.get("parameters", {}).items():
+            if leaf.placements:
+                held[name][leaf].append(record.rank)
+    for name, leaves in held.items():
+        if len(leaves) > 1:
+            differ = "; ".join(f"{_who(ranks)}: {leaf}" for leaf, ranks in leaves.items())
+            yield f"{name} is not one parameter: {differ}"
+            continue
+        ((leaf, ranks),) = leaves.items()
+        if lacking := [r.rank for r in records if r.rank in leaf.ranks and r.rank not in ranks]:
+            yield f"{name}, {leaf}, is not on {_who(lacking)}"
 
 
 def _collectives(calls: Calls) -> Iterator[str]:

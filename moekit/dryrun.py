@@ -20,25 +20,39 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_iter
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves_with_path
 
-from moekit._calls import NODE, Call as Call, Record as Record, compare as compare, replay as replay
+from moekit._calls import (
+    NODE,
+    Call as Call,
+    Leaf as Leaf,
+    Record as Record,
+    compare as compare,
+    replay as replay,
+)
 from moekit._dispatch import TRANSPORTS, Transport, dispatch_all_to_all
 from moekit._meta import kernels_of
 from moekit._recorder import Recorder
 from moekit._route import Routing
 from moekit.batch import make_batch
+from moekit.config import ModelConfig
 from moekit.context import split_context
 from moekit.layouts import Layout
+from moekit.mesh import ranks_of
+from moekit.params import param_shapes
 from moekit.plan import GPUS, fits
 from moekit.testing._ranks import _dumps, _pool
+from moekit.tree import named
 
 # What is documented here, also where it is made elsewhere.
 __all__ = [
     "NODE",
     "Call",
+    "Leaf",
     "Record",
     "Report",
     "Step",
@@ -188,6 +202,7 @@ def _over(records: Sequence[Record], gpu: str | None) -> list[str]:
 
 def dry_run_recipe(
     build: Callable[[], tuple[DeviceMesh | None, DeviceMesh | None, dict[str, Any], Callable]],
+    config: ModelConfig,
     layout: Layout,
     *,
     full: bool = False,
@@ -200,6 +215,8 @@ def dry_run_recipe(
     build : callable
         ``build() -> (mesh, context, held, train_step)``, as recipes define it: makes everything a rank holds,
         a dict with ``params`` and ``state``; ``train_step(held, batch, step)`` makes a step.
+    config : ModelConfig
+        The model, of which every parameter must be held by some rank.
     layout : Layout
         From :func:`moekit.layouts.check_layout`: the sizes of the mesh and of the batch.
     full : bool
@@ -210,7 +227,12 @@ def dry_run_recipe(
     Returns
     -------
     Report
-        As from :func:`dry_run`, which also says what is raised.
+        As from :func:`dry_run`.
+
+    Raises
+    ------
+    RuntimeError
+        As :func:`dry_run`; and when parameters of the model are on no rank, or are not of the model.
     """
 
     def step_of_rank(rank: int) -> Step:
@@ -229,6 +251,13 @@ def dry_run_recipe(
     sizes = {"pp": layout.pp, "edp": layout.edp or 1, "ep": layout.ep}
     ranks, world_size = sample_ranks(sizes, full=full), math.prod(sizes.values())
     report = dry_run(step_of_rank, world_size, ranks=ranks, gpu=gpu)
+    whole = param_shapes(config)
+    shapes = {name: x.shape for r in report.records for name, x in r.leaves["parameters"].items()}
+    if wrong := sorted(name for name in whole.keys() | shapes if whole.get(name) != shapes.get(name)):
+        differ = (
+            f"{name}: {shapes.get(name, 'on no rank')}, needs {whole.get(name, 'none')}" for name in wrong
+        )
+        raise RuntimeError("\n".join(["the ranks do not hold the parameters of the model:", *differ]))
     tokens = f"{layout.rows} x {layout.seq_len // layout.cp}"
     title = (
         f"{len(ranks)} of {world_size} ranks: "
@@ -408,7 +437,7 @@ def _execute(step_of_rank: Callable[[int], Step], rank: int, world_size: int, de
             gc.collect()
             gc.disable()  # what is only freed with a cycle is held
             recorder.start(number)
-            _label(recorder, step())
+            leaves = _label(recorder, step(), rank)
             gc.enable()
     del missing
     mark = recorder.high_water(2)
@@ -419,17 +448,38 @@ def _execute(step_of_rank: Callable[[int], Step], rank: int, world_size: int, de
         memory=mark.by_kind,
         at=mark.op,
         flops=recorder.flops[2],
+        leaves=leaves,
         seconds=time.perf_counter() - began,
     )
 
 
-def _label(recorder: Recorder, held: Any) -> None:
+def _label(recorder: Recorder, held: Any, rank: int) -> dict[str, dict[str, Leaf]]:
+    """Tell the recorder what a step holds, and return what that is."""
     if held is not None and not isinstance(held, Mapping):
         raise TypeError(f"a dry run needs step() to return trees by kind, got {type(held).__name__}")
+    found = {}
     for kind, tree in (held or {}).items():
-        if not any(isinstance(x, Tensor) for x in tree_iter(tree)):
+        if isinstance(tree, TensorDict):
+            leaves = named(tree)
+        else:
+            leaves = {_name(path): x for path, x in tree_leaves_with_path(tree) if isinstance(x, Tensor)}
+        found[kind] = {name: _leaf(x, rank) for name, x in leaves.items()}
+        if not found[kind]:
             raise TypeError(f"a dry run needs tensors of kind {kind!r}, got {type(tree).__name__}")
         recorder.label(kind, tree)
+    return found
+
+
+def _name(path: Sequence[Any]) -> str:
+    """Return a dotted name of a place in a tree."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+
+
+def _leaf(x: Tensor, rank: int) -> Leaf:
+    on, placements = (x.device_mesh, x.placements) if isinstance(x, DTensor) else (None, ())
+    ranks = (rank,) if on is None else tuple(sorted(ranks_of(on)))
+    dtype = str(x.dtype).removeprefix("torch.")
+    return Leaf(tuple(x.shape), dtype, tuple(str(p) for p in placements), ranks)
 
 
 def _patch_torch(recorder: Recorder) -> torch.library.Library:

@@ -101,7 +101,7 @@ def build():
 
 
 if cfg.dry_run:
-    print(dryrun.dry_run_recipe(build, layout, full=cfg.full, gpu=cfg.gpu))
+    print(dryrun.dry_run_recipe(build, model, layout, full=cfg.full, gpu=cfg.gpu))
     raise SystemExit
 
 # --- Train ----------------------------------------------------------------------------

@@ -183,7 +183,8 @@ def build():
     draw(net.to_empty(device=device))
     lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=max(cfg.n_steps, 11))
     adamw = torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    held: dict[str, Any] = dict(params=dict(net.named_parameters()), state=None)
+    params = {name.removesuffix(".weight"): p for name, p in net.named_parameters()}
+    held: dict[str, Any] = dict(params=params, state=None)
     base_key = mk.random.make_key(cfg.seed, device)
 
     def train_step(held, batch, step):
@@ -210,7 +211,7 @@ def build():
 
 
 if cfg.dry_run:
-    print(dryrun.dry_run_recipe(build, layout, full=cfg.full, gpu=cfg.gpu))
+    print(dryrun.dry_run_recipe(build, model, layout, full=cfg.full, gpu=cfg.gpu))
     raise SystemExit
 
 # --- Data, train ----------------------------------------------------------------------

@@ -98,7 +98,7 @@ def build():
 
 
 if cfg.dry_run:
-    print(dryrun.dry_run_recipe(build, layout))
+    print(dryrun.dry_run_recipe(build, model, layout))
     raise SystemExit
 
 # --- Data -----------------------------------------------------------------------------
