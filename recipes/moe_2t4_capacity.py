@@ -58,7 +58,8 @@ cfg = tyro.cli(Config, description=__doc__)
 model = mk.preset("ultra-256", max_seq_len=max(cfg.seq_len, 8192))
 if cfg.toy:
     model = config.toy(model)
-    cfg = replace(cfg, pp=2, ep=2, seq_len=64, batch_size=16, n_microbatches=4, n_steps=5, warmup_steps=2)
+    cfg = replace(cfg, pp=2, ep=2, seq_len=64, batch_size=16, n_microbatches=4, warmup_steps=2)
+    cfg = replace(cfg, n_steps=min(cfg.n_steps, 5))
 if cfg.dry_run and cfg.n_microbatches > 2 * cfg.pp:  # more hold no more, and take long
     rows = cfg.batch_size // cfg.n_microbatches
     cfg = replace(cfg, n_microbatches=2 * cfg.pp, batch_size=2 * cfg.pp * rows)

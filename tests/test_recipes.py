@@ -1,9 +1,11 @@
 """The recipes as their users start them, and training that is killed and continued."""
 
+import difflib
 import math
 import os
 import random
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -173,6 +175,92 @@ def test_moe_1t2_has_the_same_losses_on_eight_ranks_as_on_four(tmp_path):
         losses(torchrun(n, "recipes/moe_1t2.py", "--toy", "--folder", tmp_path / str(n))) for n in (4, 8)
     )
     assert four.keys() == eight.keys() and all(abs(four[i] - eight[i]) < 1e-4 for i in four)
+
+
+def test_moe_2t4_capacity_runs_a_few_steps_and_keeps_nothing(tmp_path):
+    common = ["recipes/moe_2t4_capacity.py", "--toy", "--n-steps", 2, "--folder", tmp_path]
+    assert losses(torchrun(4, *common, plain=True)).keys() == {1, 2}
+    assert not list(tmp_path.glob("step-*"))
+
+
+# --- The ladder, and dry runs ---------------------------------------------------------
+
+
+def after_config(recipe):
+    """Return the lines of code of a recipe behind its configuration."""
+    _, _, text = (ROOT / "recipes" / recipe).read_text().partition("# --- What a rank holds")
+    return [line for line in text.splitlines()[1:] if line.strip() and not line.strip().startswith("#")]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "most"),
+    [
+        ("quickstart.py", "train_moe.py", 45),
+        ("train_moe.py", "moe_47b.py", 35),
+        ("moe_47b.py", "moe_1t2.py", 30),
+        ("moe_1t2.py", "moe_2t4_capacity.py", 10),
+    ],
+)
+def test_a_recipe_is_the_one_before_with_a_few_lines_changed(before, after, most):
+    old, new = after_config(before), after_config(after)
+    same = difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    assert len(new) - sum(block.size for block in same) <= most
+    assert f"Differs from {before}" in (ROOT / "recipes" / after).read_text()
+
+
+DRY_RUNS = [
+    ("quickstart.py", "--n-gpus 4 --ep 2", "edp 2 x ep 2, cp 1; 1 micro-batches of 4 x 256 tokens a rank"),
+    (
+        "train_moe.py",
+        "--preset tiny --n-gpus 8 --ep 4 --n-microbatches 2",
+        "3 of 8 ranks: pp 1 x edp 2 x ep 4",
+    ),
+    ("moe_47b.py", "--toy --n-gpus 4 --ep 2 --cp 2", "edp 2 x ep 2, cp 2; 1 micro-batches of 8 x 64 tokens"),
+    ("moe_47b_fsdp.py", "--toy --n-gpus 4 --n-microbatches 2", "2 of 4 ranks: pp 1 x edp 4 x ep 1"),
+    ("moe_1t2.py", "--toy --n-gpus 8", "6 of 8 ranks: pp 2 x edp 2 x ep 2, cp 1; 4 micro-batches of 1 x 64"),
+    ("moe_2t4_capacity.py", "--toy --n-gpus 8 --full", "8 of 8 ranks: pp 2 x edp 2 x ep 2"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "options", "says"), DRY_RUNS)
+def test_every_recipe_has_a_dry_run(recipe, options, says):
+    printed = run(f"recipes/{recipe}", "--dry-run", *options.split(), plain=True)
+    assert says in printed
+    assert "parameters  optimizer state" in printed and "b300 (288 GB): fits" in printed
+
+
+def test_a_dry_run_of_128_thousand_tokens_splits_them_over_eight_ranks():
+    options = "--n-gpus 8 --ep 8 --cp 8 --seq-len 131072 --batch-size 1 --attention-via all_gather"
+    printed = run("recipes/moe_47b.py", "--dry-run", *options.split(), plain=True)
+    assert "edp 1 x ep 8, cp 8; 1 micro-batches of 1 x 16384 tokens a rank" in printed
+    assert "h200 (141 GB): fits" in printed
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "says"),
+    [
+        ("moe_1t2.py", "--n-gpus 500", "pp \\* edp \\* ep must be the number of GPUs"),
+        ("moe_47b.py", "--n-experts 8 --n-gpus 16 --ep 16", "ep must divide n_experts: ep=16, n_experts=8"),
+        ("moe_47b.py", "--n-gpus 8 --ep 8 --cp 8 --seq-len 1000", "seq_len"),
+        ("moe_1t2.py", "--n-microbatches 12 --batch-size 768", "n_microbatches"),
+        ("moe_1t2.py", "--gpu h200", "of 141 GB"),
+    ],
+)
+def test_a_layout_that_cannot_run_is_refused_with_the_nearest_that_can(recipe, options, says):
+    with pytest.raises(AssertionError, match=f"(?s){says}.*nearest layouts that work:"):
+        run(f"recipes/{recipe}", "--dry-run", *options.split(), plain=True)
+
+
+@pytest.mark.soak
+def test_a_dry_run_of_1_2_trillion_parameters_on_512_ranks_takes_less_than_two_minutes():
+    started = time.perf_counter()
+    printed = run("recipes/moe_1t2.py", "--dry-run", plain=True)
+    seconds = time.perf_counter() - started
+    print(printed, f"{seconds:.0f} s")
+    assert "24 of 512 ranks: pp 8 x edp 8 x ep 8, cp 1; 16 micro-batches of 1 x 8192 tokens" in printed
+    assert "h200 (141 GB): does not fit" in printed and "b300 (288 GB): fits" in printed
+    assert seconds < 120
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2e6  # KiB, of one; three at a time
 
 
 # --- Training that is killed ----------------------------------------------------------
