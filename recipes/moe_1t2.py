@@ -80,9 +80,8 @@ def build():
     context = mk.mesh.context_mesh(mesh, cfg.cp)
     mine = [stages[i] for i in schedule.stages_of(mesh["pp"].get_local_rank())]
     params = mk.init_params(model, seed=cfg.seed, dtype=dtype, device=device, stages=mine, mesh=mesh)
-    lr = mk.optim.warmup_cosine(
-        cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=cfg.n_steps, floor=cfg.lr / 10
-    )
+    n_scheduled = max(cfg.n_steps, cfg.warmup_steps + 1)  # a shorter run only rises
+    lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=n_scheduled)
     optimizer = mk.chain(mk.clip_by_global_norm(1.0, mesh=mesh), mk.adamw(lr, weight_decay=0.1))
     optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
     held: dict[str, Any] = dict(params=params, state=optimizer.init(params))

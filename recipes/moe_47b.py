@@ -77,7 +77,8 @@ def build():
     mesh = mk.make_mesh(ep=cfg.ep, n_experts=model.n_experts)  # None in a process that was started alone
     context = mk.mesh.context_mesh(mesh, cfg.cp)
     params = mk.init_params(model, seed=cfg.seed, dtype=dtype, device=device, mesh=mesh)
-    lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=max(cfg.n_steps, 11))
+    n_scheduled = max(cfg.n_steps, cfg.warmup_steps + 1)  # a shorter run only rises
+    lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=n_scheduled)
     optimizer = mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(lr, weight_decay=0.1))
     optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
     held: dict[str, Any] = dict(params=params, state=optimizer.init(params) if cfg.optimize else None)

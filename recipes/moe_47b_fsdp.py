@@ -181,7 +181,8 @@ def build():
     shard(net, mesh)
     assert isinstance(net, FSDPModule)  # now
     draw(net.to_empty(device=device))
-    lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=max(cfg.n_steps, 11))
+    n_scheduled = max(cfg.n_steps, cfg.warmup_steps + 1)  # a shorter run only rises
+    lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=n_scheduled)
     adamw = torch.optim.AdamW(net.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     params = {name.removesuffix(".weight"): p for name, p in net.named_parameters()}
     held: dict[str, Any] = dict(params=params, state=None)

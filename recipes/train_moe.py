@@ -100,7 +100,8 @@ def build():
         params = hf.import_olmoe(cfg.hf, config=model, dtype=dtype, device=device, mesh=mesh)
     else:
         params = mk.init_params(model, seed=cfg.seed, dtype=dtype, device=device, mesh=mesh)
-    lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=cfg.n_steps)
+    n_scheduled = max(cfg.n_steps, cfg.warmup_steps + 1)  # a shorter run only rises
+    lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=n_scheduled)
     optimizer = mk.chain(mk.clip_by_global_norm(cfg.max_norm), mk.adamw(lr, weight_decay=cfg.weight_decay))
     optimizer = mk.shard_optimizer(optimizer, reduce=cfg.reduce, mesh=mesh)
     biases = torch.zeros(model.n_moe_layers, model.n_experts, device=device)

@@ -210,11 +210,7 @@ def test_a_recipe_is_the_one_before_with_a_few_lines_changed(before, after, most
 
 DRY_RUNS = [
     ("quickstart.py", "--n-gpus 4 --ep 2", "edp 2 x ep 2, cp 1; 1 micro-batches of 4 x 256 tokens a rank"),
-    (
-        "train_moe.py",
-        "--preset tiny --n-gpus 8 --ep 4 --n-microbatches 2",
-        "3 of 8 ranks: pp 1 x edp 2 x ep 4",
-    ),
+    ("train_moe.py", "--preset tiny --n-gpus 8 --ep 4", "3 of 8 ranks: pp 1 x edp 2 x ep 4"),
     ("moe_47b.py", "--toy --n-gpus 4 --ep 2 --cp 2", "edp 2 x ep 2, cp 2; 1 micro-batches of 8 x 64 tokens"),
     ("moe_47b_fsdp.py", "--toy --n-gpus 4 --n-microbatches 2", "2 of 4 ranks: pp 1 x edp 4 x ep 1"),
     ("moe_1t2.py", "--toy --n-gpus 8", "6 of 8 ranks: pp 2 x edp 2 x ep 2, cp 1; 4 micro-batches of 1 x 64"),
@@ -239,10 +235,7 @@ def test_a_dry_run_of_128_thousand_tokens_splits_them_over_eight_ranks():
 @pytest.mark.parametrize(
     ("recipe", "options", "says"),
     [
-        ("moe_1t2.py", "--n-gpus 500", "pp \\* edp \\* ep must be the number of GPUs"),
         ("moe_47b.py", "--n-experts 8 --n-gpus 16 --ep 16", "ep must divide n_experts: ep=16, n_experts=8"),
-        ("moe_47b.py", "--n-gpus 8 --ep 8 --cp 8 --seq-len 1000", "seq_len"),
-        ("moe_1t2.py", "--n-microbatches 12 --batch-size 768", "n_microbatches"),
         ("moe_1t2.py", "--gpu h200", "of 141 GB"),
     ],
 )
