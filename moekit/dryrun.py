@@ -14,6 +14,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from multiprocessing.connection import wait
 from typing import Any, Literal
@@ -234,23 +235,9 @@ def dry_run_recipe(
     RuntimeError
         As :func:`dry_run`; and when parameters of the model are on no rank, or are not of the model.
     """
-
-    def step_of_rank(rank: int) -> Step:
-        _, context, held, train_step = build()
-        tokens = torch.zeros(layout.rows * layout.n_microbatches, layout.seq_len + 1, dtype=torch.int64)
-        batch = make_batch(tokens, torch.zeros_like(tokens), torch.arange(len(tokens)))
-        batch = split_context(batch, mesh=context)
-
-        def step() -> dict[str, Any]:
-            train_step(held, batch, 0)
-            named = {"params": "parameters", "state": "optimizer state"}
-            return {named[kind]: tree for kind, tree in held.items() if kind in named and tree is not None}
-
-        return step
-
     sizes = {"pp": layout.pp, "edp": layout.edp or 1, "ep": layout.ep}
     ranks, world_size = sample_ranks(sizes, full=full), math.prod(sizes.values())
-    report = dry_run(step_of_rank, world_size, ranks=ranks, gpu=gpu)
+    report = dry_run(partial(_recipe_step, build, layout), world_size, ranks=ranks, gpu=gpu)
     whole = param_shapes(config)
     shapes = {name: x.shape for r in report.records for name, x in r.leaves["parameters"].items()}
     if wrong := sorted(name for name in whole.keys() | shapes if whole.get(name) != shapes.get(name)):
@@ -265,6 +252,21 @@ def dry_run_recipe(
         f"{layout.n_microbatches} micro-batches of {tokens} tokens a rank"
     )
     return replace(report, title=title)
+
+
+def _recipe_step(build: Callable, layout: Layout, rank: int) -> Step:
+    del rank  # the process group knows it
+    _, context, held, train_step = build()
+    tokens = torch.zeros(layout.rows * layout.n_microbatches, layout.seq_len + 1, dtype=torch.int64)
+    batch = make_batch(tokens, torch.zeros_like(tokens), torch.arange(len(tokens)))
+    batch = split_context(batch, mesh=context)
+
+    def step() -> dict[str, Any]:
+        train_step(held, batch, 0)
+        named = {"params": "parameters", "state": "optimizer state"}
+        return {named[kind]: tree for kind, tree in held.items() if kind in named and tree is not None}
+
+    return step
 
 
 def record(

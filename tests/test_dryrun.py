@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -16,16 +17,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
 
 import moekit as mk
+from moekit import plan, schedules
 from moekit.dryrun import (
     Call,
     Record,
     compare,
     dry_run,
+    dry_run_recipe,
     record,
     replay,
     sample_ranks,
     static_transport,
 )
+from moekit.layouts import Layout
 from moekit.plan import GPUS, flops_per_token
 from moekit.tree import held
 
@@ -78,6 +82,41 @@ def train_step(
         optimizer.update(grads, state, params)
         mk.mesh.sum_over_ranks(stats, mesh=mesh)
         return {"parameters": params, "optimizer state": state, "gradients": grads}
+
+    return step
+
+
+def pipeline_step(
+    rank, *, config=SMALL, pp, v=1, edp=1, ep=1, b=1, s, n_microbatches, recompute="none", cut=None
+):
+    """Make a whole step of a pipeline in bfloat16, as a recipe does; ``cut(place, stages)`` makes it wrong."""
+    mesh = mk.make_mesh(pp=pp, edp=edp, ep=ep)
+    place = mesh["pp"].get_local_rank()
+    stages = plan.split_layers(config, pp * v, seq_len=s)
+    stages = cut(place, stages) if cut else stages
+    n = n_microbatches(place) if callable(n_microbatches) else n_microbatches
+    schedule = schedules.interleaved(pp, n, v)
+    mine = [stages[i] for i in schedule.stages_of(place)]
+    params = mk.init_params(config, dtype=torch.bfloat16, stages=mine, mesh=mesh)
+    optimizer = mk.chain(mk.clip_by_global_norm(1.0, mesh=mesh), mk.adamw(3e-4))
+    optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
+    state = optimizer.init(params)
+    block = mk.remat(mk.model.transformer_block, recompute)
+    options = dict(config=config, block=block, mesh=mesh["edp", "ep"])
+    grad_fn = mk.pipeline(
+        [partial(mk.model.stage_loss, stage=stage, **options) for stage in stages],
+        schedule=schedule,
+        boundary=lambda part: torch.empty(*part.tokens.shape, config.d_model, dtype=torch.bfloat16),
+        mesh=mesh["pp"],
+    )
+
+    def step():
+        tokens = torch.zeros(b * n, s + 1, dtype=torch.int64)
+        batch = mk.batch.make_batch(tokens, torch.zeros_like(tokens), torch.arange(len(tokens)))
+        (_, stats), grads = grad_fn(params, mk.count_tokens(batch, mesh=mesh["edp", "ep"]))
+        optimizer.update(grads, state, params)
+        mk.mesh.sum_over_ranks(stats, mesh=mesh)
+        return {"parameters": params, "optimizer state": state}
 
     return step
 
@@ -358,6 +397,86 @@ def test_collectives_of_a_dtensor_are_seen_and_its_bytes_are_those_of_the_rank()
     assert [str(c) for c in r.calls if c.step == 2] == ["all_reduce(float32, [512], sum)"] * 2
     assert r.memory["parameters"] == 4 * 512
     assert r.peak < 6 * 4 * 512  # a storage of the global size has 64 times what a rank holds
+
+
+DEEP = replace(SMALL, n_layers=6)
+PIPELINE = dict(config=DEEP, pp=2, edp=1, ep=2, s=16, n_microbatches=4)
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_a_clean_pipeline_raises_no_alarm(v):
+    records = dry_run(partial(pipeline_step, **PIPELINE, v=v), 4).records
+    sends = [sum(c.op == "send" and c.step == 2 for c in r.calls) for r in records]
+    assert sends == [4 * (2 * v - 1)] * 4  # of 4 micro-batches to the next stage, and as many gradients back
+    assert all(r.leaves["parameters"]["embedding"].ranks == (0, 1) for r in records[:2])
+    assert {str(r.leaves["parameters"]["layers.5.moe.experts.down"].ranks) for r in records[2:]} == {"(2, 3)"}
+
+
+def shifted(places):
+    """Return a cut whose last stage begins a layer earlier, as the ranks of some places take it."""
+
+    def cut(place, stages):
+        if place not in places:
+            return stages
+        *_, last = stages
+        return [*stages[:-1], replace(last, layers=range(last.layers.start - 1, last.layers.stop))]
+
+    return cut
+
+
+def test_a_layer_that_two_stages_hold_is_named():
+    with pytest.raises(RuntimeError) as error:
+        dry_run(partial(pipeline_step, **PIPELINE, cut=shifted([0, 1])), 4)
+    (twice,) = re.findall(r"(layers\.\d)\.attention\.qkv is not one parameter", str(error.value))
+    assert re.search(
+        rf"{twice}\.attention\.out .*ranks 0, 1: .* on ranks 0, 1; ranks 2, 3:", str(error.value)
+    )
+
+
+def test_a_wrong_number_of_micro_batches_of_a_stage_is_named():
+    wrong = dict(PIPELINE, n_microbatches=lambda place: 4 if place == 0 else 6)
+    more = r"rank 0 to rank 2, message 8: rank 0 does no more, rank 2 does recv"  # after two steps of 4
+    with pytest.raises(RuntimeError, match=more):
+        dry_run(partial(pipeline_step, **wrong), 4)
+
+
+def test_an_expert_count_that_does_not_divide_is_named():
+    with pytest.raises(RuntimeError, match=r"needs the ep axis to divide its 6 experts, got ep=4"):
+        dry_run(partial(train_step, config=replace(SMALL, n_experts=6), ep=4, b=1, s=16), 4, ranks=[0])
+
+
+def test_ranks_over_the_memory_of_a_gpu_are_named():
+    def step_of_rank(rank):
+        params = torch.zeros(int(150e9) if rank == 1 else 10, dtype=torch.uint8)
+        return lambda: {"parameters": params}
+
+    assert dry_run(step_of_rank, 3, gpu="b200")
+    with pytest.raises(RuntimeError, match=r"rank 1: 150\.0 GB, more than the 141 GB of h200") as error:
+        dry_run(step_of_rank, 3, gpu="h200")
+    assert len(str(error.value).splitlines()) == 2
+    with pytest.raises(
+        ValueError, match=r"dry_run needs one of \['b200', 'b300', 'h100', 'h200'\], got 'a100'"
+    ):
+        dry_run(step_of_rank, 3, gpu="a100")
+
+
+def test_parameters_that_are_not_those_of_the_model_are_named():
+    layout = Layout(ep=2, batch_size=2, seq_len=16).on(2)
+
+    def build(config=SMALL):
+        step = train_step(0, config=config, ep=2, b=1, s=16)
+        held = {}
+
+        def once(held, batch, number):
+            made = step()
+            held |= {"params": made["parameters"], "state": made["optimizer state"]}
+
+        return None, None, held, once
+
+    assert "2 of 2 ranks: pp 1 x edp 1 x ep 2" in str(dry_run_recipe(build, SMALL, layout))
+    other = replace(SMALL, n_layers=3)
+    with pytest.raises(RuntimeError, match=r"layers\.2\.attention\.out: on no rank, needs \(128, 128\)"):
+        dry_run_recipe(build, other, layout)
 
 
 # --- Memory and time ------------------------------------------------------------------

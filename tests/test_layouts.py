@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from test_dryrun import train_step
+from test_dryrun import pipeline_step, train_step
 
 import moekit as mk
 from moekit import plan, schedules
@@ -252,34 +252,6 @@ def test_a_rank_of_1f1b_holds_as_many_micro_batches_as_ranks_follow():
         memory_of(TINY, layout(pp=4, edp=1, ep=4, n_microbatches=m, batch_size=4 * m)) for m in (32, 256)
     )
     assert few == many
-
-
-def pipeline_step(rank, *, config, pp, v, edp, ep, b, s, n_microbatches, recompute):
-    """Make a training step of a pipeline in bfloat16, as a recipe does."""
-    mesh = mk.make_mesh(pp=pp, edp=edp, ep=ep, device="cpu")
-    stages = plan.split_layers(config, pp * v, seq_len=s)
-    schedule = schedules.interleaved(pp, n_microbatches, v)
-    mine = [stages[i] for i in schedule.stages_of(mesh["pp"].get_local_rank())]
-    params = mk.init_params(config, dtype=torch.bfloat16, stages=mine, mesh=mesh)
-    optimizer = mk.shard_optimizer(mk.adamw(3e-4), mesh=mesh)
-    state = optimizer.init(params)
-    block = mk.remat(mk.model.transformer_block, recompute)
-    options = dict(config=config, block=block, mesh=mesh["edp", "ep"])
-    grad_fn = mk.pipeline(
-        [partial(mk.model.stage_loss, stage=stage, **options) for stage in stages],
-        schedule=schedule,
-        boundary=lambda part: torch.empty(*part.tokens.shape, config.d_model, dtype=torch.bfloat16),
-        mesh=mesh["pp"],
-    )
-
-    def step():
-        tokens = torch.zeros(b * n_microbatches, s + 1, dtype=torch.int64)
-        batch = mk.batch.make_batch(tokens, torch.zeros_like(tokens), torch.arange(len(tokens)))
-        _, grads = grad_fn(params, mk.count_tokens(batch, mesh=mesh["edp", "ep"]))
-        optimizer.update(grads, state, params)
-        return {"parameters": params, "optimizer state": state, "gradients": grads}
-
-    return step
 
 
 DRY = [  # rank of 8, options of a step of bench-8L with 8 experts
