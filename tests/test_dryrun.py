@@ -89,7 +89,7 @@ def train_step(
 def pipeline_step(
     rank, *, config=SMALL, pp, v=1, edp=1, ep=1, b=1, s, n_microbatches, recompute="none", cut=None
 ):
-    """Make a whole step of a pipeline in bfloat16, as a recipe does; ``cut(place, stages)`` makes it wrong."""
+    """Make a step of a pipeline in bfloat16, as a recipe does; ``cut(place, stages)`` makes it wrong."""
     mesh = mk.make_mesh(pp=pp, edp=edp, ep=ep)
     place = mesh["pp"].get_local_rank()
     stages = plan.split_layers(config, pp * v, seq_len=s)
