@@ -32,7 +32,15 @@ def test_the_loop_page_runs_and_its_loss_is_the_same_on_every_layout():
     check_gradients(lambda *args, mesh: loss(*args, mesh=mesh)[0], params, batch, layouts)
 
 
-@pytest.mark.parametrize("page", ["transport.md", "transforms.md", "concepts.md", "placements.md", "loop.md"])
+def test_the_page_on_scale_runs_and_prints_what_it_shows(capsys):
+    run("scale.md")
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", (DOCS / "scale.md").read_text(), re.M | re.S)
+    assert shown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "page", ["transport.md", "transforms.md", "concepts.md", "placements.md", "loop.md", "scale.md"]
+)
 def test_the_index_lists_the_page_and_the_pages_it_links_exist(page):
     assert page.removesuffix(".md") in (DOCS / "index.md").read_text().splitlines()
     for link in re.findall(r"\]\(([^)#:]+)\)", (DOCS / page).read_text()):
