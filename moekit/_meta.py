@@ -4,12 +4,9 @@ What torch's meta kernels work out is kept: an operation on arguments of the sam
 fake tensors the same step takes five times as long.)
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -110,47 +107,3 @@ def _grouped_mm(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor:
     narrow = [torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16, device=META) for x in args[:2]]
     out = func(*narrow, *args[2:], **kwargs)
     return torch.empty_strided(out.shape, out.stride(), dtype=dtype, device=META)
-
-
-# --- What torch composes of other parts on the meta device ----------------------------
-
-
-@contextmanager
-def kernels_of(device: str) -> Iterator[None]:
-    """Make attention, and on ``"cuda"`` RMSNorm, hold what their fused kernels do, in this process."""
-    originals = F.rms_norm, F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _attention
-    if device == "cuda":
-        F.rms_norm = _rms_norm
-    try:
-        yield
-    finally:
-        F.rms_norm, F.scaled_dot_product_attention = originals
-
-
-def _attention(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):
-    del enable_gqa  # its kernel takes any number of heads
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-    )[0]
-
-
-def _rms_norm(input, normalized_shape, weight=None, eps=None):
-    del eps
-    return _RMSNorm.apply(input, weight, len(normalized_shape))
-
-
-class _RMSNorm(torch.autograd.Function):
-    """What CUDA's fused kernel keeps: its input, the gain, and a float32 a row."""
-
-    @staticmethod
-    def forward(ctx, x, gain, n_dims):
-        ctx.save_for_backward(x, gain, x.new_empty(x.shape[:-n_dims], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        x, gain, _ = ctx.saved_tensors
-        return torch.empty_like(x), None if gain is None else torch.empty_like(gain), None

@@ -4,28 +4,18 @@ Each rank runs in a process of its own, on tensors of the meta device and in a p
 and what it sends and holds is written down. Then the ranks' calls are compared and replayed.
 """
 
-import gc
 import math
 import os
-import pickle
-import sys
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from multiprocessing.connection import wait
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves_with_path
 
 from moekit._calls import (
     NODE,
@@ -36,18 +26,14 @@ from moekit._calls import (
     replay as replay,
 )
 from moekit._dispatch import TRANSPORTS, Transport, dispatch_all_to_all
-from moekit._meta import kernels_of
-from moekit._recorder import Recorder
+from moekit._fake_rank import Device, Step as Step, run_ranks
 from moekit._route import Routing
 from moekit.batch import make_batch
 from moekit.config import ModelConfig
 from moekit.context import split_context
 from moekit.layouts import Layout
-from moekit.mesh import ranks_of
 from moekit.params import param_shapes
 from moekit.plan import GPUS, fits
-from moekit.testing._ranks import _dumps, _pool
-from moekit.tree import named
 
 # What is documented here, also where it is made elsewhere.
 __all__ = [
@@ -65,9 +51,6 @@ __all__ = [
     "sample_ranks",
     "static_transport",
 ]
-
-Step = Callable[[], Mapping[str, Any] | None]
-Device = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +161,7 @@ def dry_run(
         raise ValueError(f"dry_run needs one of {sorted(GPUS)}, got {gpu!r}")
     if n_processes is not None and n_processes < 1:
         raise ValueError(f"dry_run needs n_processes >= 1, got {n_processes}")
-    records = _run(step_of_rank, chosen, world_size, device, n_processes or os.cpu_count() or 1)
+    records = run_ranks(step_of_rank, chosen, world_size, device, n_processes or os.cpu_count() or 1)
     if problems := compare(records) or replay(records) or _over(records, gpu):
         raise RuntimeError(
             "\n".join([f"{len(chosen)} ranks of {world_size} do not fit together:", *problems])
@@ -276,7 +259,7 @@ def record(
 
     Parameters and errors as for :func:`dry_run`.
     """
-    return _run(step_of_rank, [rank], world_size, device, 1)[0]
+    return run_ranks(step_of_rank, [rank], world_size, device, 1)[0]
 
 
 def static_transport(rows: Sequence[Sequence[int]]) -> Transport:
@@ -374,170 +357,6 @@ def sample_ranks(mesh_sizes: Mapping[str, int], *, full: bool = False) -> list[i
 def _groups(place: tuple[int, ...]) -> list[tuple]:
     """Return the groups a rank is in, one along each axis."""
     return [(axis, place[:axis], place[axis + 1 :]) for axis in range(len(place))]
-
-
-# --- One process a rank ---------------------------------------------------------------
-
-
-def _run(
-    step_of_rank: Callable, ranks: Sequence[int], world_size: int, device: Device, n_processes: int
-) -> list[Record]:
-    call = pickle.dumps((os.getcwd(), sys.path, _dumps(step_of_rank)))
-    pool, todo = _pool(), list(reversed(ranks))
-    running: dict[Any, tuple[int, Any]] = {}
-    records: dict[int, Record] = {}
-    try:
-        while todo or running:
-            while todo and len(running) < n_processes:
-                rank = todo.pop()
-                ours, theirs = pool.context.Pipe(duplex=False)
-                running[ours] = rank, pool.start(_work, theirs, call, rank, world_size, device)
-                theirs.close()
-            ready: Any
-            for ready in wait(list(running)):
-                rank, process = running.pop(ready)
-                good: bool
-                answer: Any
-                try:
-                    good, answer = pickle.loads(ready.recv_bytes())
-                except EOFError:
-                    process.join()
-                    good, answer = False, f"the process ended with exit code {process.exitcode} and no answer"
-                if not good:
-                    raise RuntimeError(f"rank {rank} of {world_size} failed in a dry run:\n{answer}")
-                records[rank] = answer
-                process.join()
-    finally:
-        for _, process in running.values():
-            process.kill()
-    return [records[rank] for rank in ranks]
-
-
-def _work(connection, call: bytes, rank: int, world_size: int, device: Device) -> None:
-    torch.set_num_threads(1)
-    try:
-        folder, sys.path[:], step_of_rank = pickle.loads(call)
-        os.chdir(folder)
-        answer = True, _execute(pickle.loads(step_of_rank), rank, world_size, device)
-    except BaseException as error:
-        answer = False, traceback.format_exc()
-        if any(says in str(error) for says in ("meta tensor", "meta device", "unallocated storage")):
-            answer = False, f"{traceback.format_exc()}a dry run has no values to read"
-    connection.send_bytes(pickle.dumps(answer))
-
-
-def _execute(step_of_rank: Callable[[int], Step], rank: int, world_size: int, device: Device) -> Record:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    began = time.perf_counter()
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    recorder = Recorder()
-    missing = _patch_torch(recorder)
-    with kernels_of(device), recorder:
-        step = step_of_rank(rank)
-        for number in (1, 2):
-            gc.collect()
-            gc.disable()  # what is only freed with a cycle is held
-            recorder.start(number)
-            leaves = _label(recorder, step(), rank)
-            gc.enable()
-    del missing
-    mark = recorder.high_water(2)
-    return Record(
-        rank=rank,
-        world_size=world_size,
-        calls=tuple(recorder.calls),
-        memory=mark.by_kind,
-        at=mark.op,
-        flops=recorder.flops[2],
-        leaves=leaves,
-        seconds=time.perf_counter() - began,
-    )
-
-
-def _label(recorder: Recorder, held: Any, rank: int) -> dict[str, dict[str, Leaf]]:
-    """Tell the recorder what a step holds, and return what that is."""
-    if held is not None and not isinstance(held, Mapping):
-        raise TypeError(f"a dry run needs step() to return trees by kind, got {type(held).__name__}")
-    found = {}
-    for kind, tree in (held or {}).items():
-        if isinstance(tree, TensorDict):
-            leaves = named(tree)
-        else:
-            leaves = {_name(path): x for path, x in tree_leaves_with_path(tree) if isinstance(x, Tensor)}
-        found[kind] = {name: _leaf(x, rank) for name, x in leaves.items()}
-        if not found[kind]:
-            raise TypeError(f"a dry run needs tensors of kind {kind!r}, got {type(tree).__name__}")
-        recorder.label(kind, tree)
-    return found
-
-
-def _name(path: Sequence[Any]) -> str:
-    """Return a dotted name of a place in a tree."""
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-
-
-def _leaf(x: Tensor, rank: int) -> Leaf:
-    on, placements = (x.device_mesh, x.placements) if isinstance(x, DTensor) else (None, ())
-    ranks = (rank,) if on is None else tuple(sorted(ranks_of(on)))
-    dtype = str(x.dtype).removeprefix("torch.")
-    return Leaf(tuple(x.shape), dtype, tuple(str(p) for p in placements), ranks)
-
-
-def _patch_torch(recorder: Recorder) -> torch.library.Library:
-    """Let the recorder see what does not come to a dispatch mode; this process has no other use.
-
-    Returns what is to be kept alive.
-    """
-    from torch._C._distributed_c10d import FakeWork
-
-    def patch(owner: Any, name: str, make: Callable[[Callable], Callable]) -> None:
-        setattr(owner, name, make(getattr(owner, name)))
-
-    def resized(original: Callable) -> Callable:
-        return lambda storage, size: recorder.resize(storage, original, size)
-
-    def reset(original: Callable) -> Callable:
-        def run(param: Any) -> None:
-            original(param)  # which leaves what is still on meta as it is
-            held = param.sharded_param._local_tensor
-            if held.size() == param.padded_sharded_param_size:
-                param._sharded_param_data = held.view(-1)
-
-        return run
-
-    def backend_of(original: Callable) -> Callable:
-        cpu = torch.device("cpu")
-        return lambda group, device: original(group, cpu if device.type == "meta" else device)
-
-    patch(FakeWork, "wait", lambda _: lambda work, *args, **kwargs: recorder.wait(work) or True)
-    patch(FakeWork, "is_completed", lambda _: lambda work: True)  # else what is sent is held for ever
-    patch(dist.ProcessGroup, "_get_backend", backend_of)
-    patch(torch.UntypedStorage, "resize_", resized)
-    for name in (x for x in dir(dist.ProcessGroup) if "reduce" in x and not x.startswith("__")):
-        _note_reduce_op(name, recorder)
-    missing = torch.library.Library("aten", "IMPL", "Meta")
-    for op in ("_fused_adamw_", "_fused_adamw_.tensor_lr"):  # which only change values
-        missing.impl(op, lambda *args, **kwargs: None)
-    adam = sys.modules["torch.optim.adam"]
-    patch(adam, "_device_dtype_check_for_fused", lambda _: lambda *args, **kwargs: None)
-    if fsdp := sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group"):
-        patch(fsdp.FSDPParamGroup, "_validate_no_meta_params", lambda _: lambda group: None)
-        patch(fsdp.FSDPParam, "reset_sharded_param", reset)
-    return missing
-
-
-def _note_reduce_op(name: str, recorder: Recorder) -> None:
-    original = getattr(dist.ProcessGroup, name)
-
-    def noted(self, *args, **kwargs):
-        given = [getattr(x, "reduceOp", x) for x in (*args, *kwargs.values())]
-        kinds = dist.ReduceOp.RedOpType.__members__
-        ops = [x for x in given if isinstance(x, dist.ReduceOp)]
-        recorder.reduce_op = next((kind.lower() for kind, op in kinds.items() if ops and ops[0] == op), None)
-        return original(self, *args, **kwargs)
-
-    setattr(dist.ProcessGroup, name, noted)
 
 
 # --- Tables ---------------------------------------------------------------------------
