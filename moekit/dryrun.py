@@ -310,7 +310,7 @@ def sample_ranks(mesh_sizes: Mapping[str, int], *, full: bool = False) -> list[i
     mesh_sizes : mapping of str to int
         Sizes by axis, in the order of the mesh: the last axis numbers neighbours.
     full : bool
-        Also two ranks of every single group along every axis.
+        Two ranks of every single group along every axis, not of one of each kind.
 
     Returns
     -------
@@ -332,12 +332,9 @@ def sample_ranks(mesh_sizes: Mapping[str, int], *, full: bool = False) -> list[i
     if not sizes or min(sizes) < 1:
         raise ValueError(f"sample_ranks needs axes of at least one rank, got {dict(mesh_sizes)}")
     stages = [range(n) if axis == "pp" else [0] for axis, n in mesh_sizes.items()]
-    chosen = set(product(*stages))
-    for i, (axis, n) in enumerate(mesh_sizes.items()):
-        if axis != "pp":
-            chosen |= {(*place[:i], n - 1, *place[i + 1 :]) for place in product(*stages)}
+    chosen: set[tuple[int, ...]] = set()
     if full:
-        seen = Counter(group for place in chosen for group in _groups(place))
+        seen: Counter[tuple] = Counter()
         # First the ranks that every group of theirs lacks, then those that one does.
         for enough in (all, any):
             for place in product(*map(range, sizes)):
@@ -345,6 +342,10 @@ def sample_ranks(mesh_sizes: Mapping[str, int], *, full: bool = False) -> list[i
                 if place not in chosen and enough(lacks):
                     chosen.add(place)
                     seen.update(_groups(place))
+    chosen |= set(product(*stages))
+    for i, (axis, n) in enumerate(mesh_sizes.items()):
+        if axis != "pp" and not full:
+            chosen |= {(*place[:i], n - 1, *place[i + 1 :]) for place in product(*stages)}
     numbers = []
     for place in sorted(chosen):
         rank = 0
