@@ -1,13 +1,13 @@
 """Layouts: whether a model and its batch fit so many GPUs, told before any process group is made.
 
-``check_layout(model, Layout.of(cfg))`` at the head of a script is all that a run needs.
+``check_recipe(model, cfg)`` at the head of a script is all that a run needs.
 """
 
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
 
 from moekit._memory import Layout, memory_of, schedule_of
 from moekit.config import ModelConfig
@@ -15,11 +15,24 @@ from moekit.mesh import divisors, near
 from moekit.plan import GPUS, Gpu, split_layers
 from moekit.schedules import play
 
-__all__ = ["Layout", "check_layout", "describe_layout", "memory_of", "nearest_layouts", "schedule_of"]
+__all__ = [
+    "Layout",
+    "check_layout",
+    "check_recipe",
+    "describe_layout",
+    "memory_of",
+    "nearest_layouts",
+    "schedule_of",
+]
 
 
 def check_layout(
-    config: ModelConfig, layout: Layout, *, n_gpus: int | None = None, gpu: str | Gpu | None = None
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    n_gpus: int | None = None,
+    gpu: str | Gpu | None = None,
+    vary: Collection[str] | None = None,
 ) -> Layout:
     """Refuse a layout that cannot run, with all that is wrong and the nearest layouts that can.
 
@@ -35,6 +48,9 @@ def check_layout(
         By default the number of ranks that torchrun started, 1 without it.
     gpu : str or Gpu, optional
         One of `moekit.plan.GPUS`, whose memory :func:`memory_of` must stay below; None asks for no memory.
+
+    vary : collection of str, optional
+        Fields that the layouts proposed may change, by default all.
 
     Returns
     -------
@@ -74,7 +90,7 @@ def check_layout(
         problems += _too_much(config, asked, gpu)
     if not problems:
         return asked
-    found = nearest_layouts(config, layout, n_gpus=n_gpus, gpu=gpu)
+    found = nearest_layouts(config, layout, n_gpus=n_gpus, gpu=gpu, vary=vary)
     works = [f"- {_changes(layout, other, gpu, config)}" for other in found]
     of_size = "" if gpu is None else f" of {gpu.memory / 1e9:.0f} GB"
     lines = [
@@ -85,8 +101,38 @@ def check_layout(
     raise ValueError("\n".join(lines))
 
 
+def check_recipe(config: ModelConfig, cfg: Any) -> Layout:
+    """Return the layout of a recipe's configuration, or end the process and say what is wrong with it.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        The model.
+    cfg : object
+        The recipe's own configuration: fields as `Layout` names them; ``dry_run``, and ``n_gpus`` for it; and
+        ``gpu``, where there is one.
+
+    Raises
+    ------
+    SystemExit
+        With what :func:`check_layout` raises, which the first rank prints.
+    """
+    n_gpus, gpu = cfg.n_gpus if cfg.dry_run else None, getattr(cfg, "gpu", None)
+    vary = [field.name for field in fields(Layout) if hasattr(cfg, field.name)]
+    try:
+        return check_layout(config, Layout.of(cfg), n_gpus=n_gpus, gpu=gpu, vary=vary)
+    except ValueError as error:
+        raise SystemExit(str(error) if os.environ.get("RANK", "0") == "0" else 1) from None
+
+
 def nearest_layouts(
-    config: ModelConfig, layout: Layout, *, n_gpus: int, gpu: str | Gpu | None = None, n: int = 3
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    n_gpus: int,
+    gpu: str | Gpu | None = None,
+    vary: Collection[str] | None = None,
+    n: int = 3,
 ) -> list[Layout]:
     """Return up to ``n`` layouts that work, those with the fewest and smallest changes first.
 
@@ -101,6 +147,8 @@ def nearest_layouts(
     tries = 0
     for step in sorted(_steps(config, layout, asked, n_gpus), key=_Step.distance):
         other, total = step.to, 0.0
+        if vary is not None and not step.by.keys() <= set(vary):
+            continue
         further = [by for than, by in found if step.goes_further(than)]
         if further and (gpu is None or min(further) < _ROOMY * gpu.memory):
             continue

@@ -62,8 +62,7 @@ if cfg.toy:
 if cfg.dry_run and cfg.n_microbatches > 2 * cfg.pp:  # more hold no more, and take long
     rows = cfg.batch_size // cfg.n_microbatches
     cfg = replace(cfg, n_microbatches=2 * cfg.pp, batch_size=2 * cfg.pp * rows)
-layout = layouts.Layout.of(cfg)
-layout = layouts.check_layout(model, layout, n_gpus=cfg.n_gpus if cfg.dry_run else None, gpu=cfg.gpu)
+layout = layouts.check_recipe(model, cfg)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 dtype = torch.float32 if cfg.toy else torch.bfloat16
 stages = plan.split_layers(model, cfg.pp * cfg.n_per_rank, seq_len=cfg.seq_len)

@@ -64,8 +64,7 @@ model = mk.preset("bench-8L", n_experts=cfg.n_experts, max_seq_len=max(cfg.seq_l
 if cfg.toy:
     model = config.toy(model)
     cfg = replace(cfg, seq_len=min(cfg.seq_len, 128), n_steps=min(cfg.n_steps, 10))
-layout = layouts.Layout.of(cfg)
-layout = layouts.check_layout(model, layout, n_gpus=cfg.n_gpus if cfg.dry_run else None, gpu=cfg.gpu)
+layout = layouts.check_recipe(model, cfg)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 dtype = torch.float32 if cfg.toy else torch.bfloat16
 

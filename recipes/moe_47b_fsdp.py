@@ -69,7 +69,7 @@ model = mk.preset("bench-8L", n_experts=cfg.n_experts)
 if cfg.toy:
     model = config.toy(model)
     cfg = replace(cfg, seq_len=min(cfg.seq_len, 128), n_steps=min(cfg.n_steps, 10))
-layout = layouts.check_layout(model, layouts.Layout.of(cfg), n_gpus=cfg.n_gpus if cfg.dry_run else None)
+layout = layouts.check_recipe(model, cfg)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 
 # --- The model's functions as modules, which FSDP gathers and frees -------------------

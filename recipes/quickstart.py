@@ -61,8 +61,7 @@ model = mk.ModelConfig(
     balance_weight=0.01, router_z_weight=1e-4, head_z_weight=1e-4,
 )  # fmt: skip
 
-layout = layouts.Layout.of(cfg)
-layout = layouts.check_layout(model, layout, n_gpus=cfg.n_gpus if cfg.dry_run else None)
+layout = layouts.check_recipe(model, cfg)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 

@@ -85,8 +85,7 @@ changes = {name: getattr(cfg, name) for name in ("n_experts", "balance_weight", 
 changes = {name: value for name, value in changes.items() if value is not None}
 model = replace(model, max_seq_len=max(cfg.seq_len, model.max_seq_len), **changes)
 
-layout = layouts.Layout.of(cfg)
-layout = layouts.check_layout(model, layout, n_gpus=cfg.n_gpus if cfg.dry_run else None, gpu=cfg.gpu)
+layout = layouts.check_recipe(model, cfg)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 dtype = getattr(torch, cfg.dtype)
 

@@ -22,6 +22,7 @@ from moekit.dryrun import record
 from moekit.layouts import (
     Layout,
     check_layout,
+    check_recipe,
     describe_layout,
     memory_of,
     nearest_layouts,
@@ -288,6 +289,19 @@ def test_the_table_has_a_line_for_each_place_and_the_bubble_of_the_schedule():
     assert places == [str(place) for place in range(8)] and "0-3, 32-35" in text
     bubble = schedules.play(schedules.interleaved(8, 128, 2)).bubble
     assert text.endswith(f"bubble {bubble:.1%}")
+
+
+def test_a_recipe_ends_with_what_is_wrong_and_what_its_own_options_could_be(monkeypatch):
+    cfg = SimpleNamespace(ep=6, n_microbatches=1, batch_size=64, seq_len=8192, dry_run=True, n_gpus=16)
+    with pytest.raises(SystemExit, match=r"ep must divide n_experts: ep=6") as error:
+        check_recipe(TINY, cfg)
+    proposed = str(error.value).partition("nearest layouts that work:")[2]
+    assert "ep=8 instead of 6" in proposed and "pp" not in proposed and "cp" not in proposed
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as error:
+        check_recipe(TINY, cfg)
+    assert error.value.code == 1
+    assert check_recipe(TINY, SimpleNamespace(**{**vars(cfg), "ep": 8})).edp == 2
 
 
 # --- Command --------------------------------------------------------------------------
