@@ -188,6 +188,8 @@ def _parameters(records: Sequence[Record]) -> Iterator[str]:
             yield f"{name} is not one parameter: {differ}"
             continue
         ((leaf, ranks),) = leaves.items()
+        if others := [rank for rank in ranks if rank not in leaf.ranks]:
+            yield f"{name}, {leaf}, is also on {_who(others)}"
         if lacking := [r.rank for r in records if r.rank in leaf.ranks and r.rank not in ranks]:
             yield f"{name}, {leaf}, is not on {_who(lacking)}"
 

@@ -36,6 +36,7 @@ class Layout:
     reduce: Literal["step", "micro_batch"] = "step"  # as for moekit.shard_optimizer
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of parameters and activations
     attention_via: Literal["all_to_all", "all_gather"] | None = None  # as for moekit.model.forward
+    optimize: bool = True  # False: forward and backward alone
 
     def __post_init__(self) -> None:
         parts = [self.recompute] if isinstance(self.recompute, str) else self.recompute
@@ -60,6 +61,11 @@ class Layout:
         """Return the layout with the ``edp`` that a number of GPUs leaves, where it is None."""
         edp = max(n_gpus // max(self.pp * self.ep, 1), 1) if self.edp is None else self.edp
         return replace(self, edp=edp)
+
+    def short(self) -> "Layout":
+        """Return the layout of a step of at most 2 * pp micro-batches of as many rows: more hold no more."""
+        m = min(self.n_microbatches, 2 * self.pp)
+        return replace(self, n_microbatches=m, batch_size=self.batch_size // self.n_microbatches * m)
 
     @property
     def n_stages(self) -> int:
@@ -88,9 +94,9 @@ def schedule_of(layout: Layout, *, n_microbatches: int | None = None) -> Schedul
 def memory_of(config: ModelConfig, layout: Layout) -> list[dict[str, int]]:
     """Estimate the bytes that a rank of each place of the pipeline holds at its fullest, by kind.
 
-    From sizes alone, in milliseconds, where :func:`moekit.dryrun.dry_run` executes the step: within 4 % of
-    that for every preset tried, on 8 to 512 ranks, with and without recomputation, pipeline
-    and context. The fullest moment is one of the backward's, or the optimizer's update. Counted are
+    From sizes alone, where :func:`moekit.dryrun.dry_run` executes the step: within 4 % of that for the
+    presets at their own depth, on 8 to 512 ranks, and within 8 % for shallow models with a large vocabulary.
+    The fullest moment is one of the backward's, or the optimizer's update. Counted are
 
     - *parameters*, and float32 *gradients* of all of them (``reduce="step"``), or of this rank's part;
     - *optimizer state*: float32 master and two moments, over the copies of a leaf: ``edp`` of the experts,
@@ -163,7 +169,7 @@ def _rank(config: ModelConfig, layout: Layout, stages: dict[int, Stage], ops) ->
     first = layout.n_microbatches == 1  # no sums yet while the only backward runs
     walks = {i: _Walk(config, layout, stage) for i, stage in stages.items()}
 
-    fullest, held = _update(layout, leaves, sums), 0
+    fullest, held = _update(layout, leaves, sums) if layout.optimize else _Moment(gradients=sums), 0
     moments = {i: list(walk.backward(grow=first)) for i, walk in walks.items()}
     for op in ops:
         if op.kind == "F":
@@ -175,7 +181,7 @@ def _rank(config: ModelConfig, layout: Layout, stages: dict[int, Stage], ops) ->
         fullest = max(fullest, now, key=_Moment.total)
     return {
         "parameters": sum(leaf.held * (4 if leaf.is_router else size) for leaf in leaves),
-        "optimizer state": 12 * owned,
+        "optimizer state": 12 * owned * layout.optimize,
         "gradients": fullest.gradients,
         "activations": fullest.activations,
         "workspace": fullest.workspace,

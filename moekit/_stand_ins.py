@@ -96,6 +96,8 @@ def _rms_norm(input, normalized_shape, weight=None, eps=None):
 class _RMSNorm(torch.autograd.Function):
     """What CUDA's fused kernel keeps: its input, the gain, and a float32 a row."""
 
+    gives_gradients_together = True  # as torch's own norm, it may stand in a backward that is split
+
     @staticmethod
     def forward(ctx, x, gain, n_dims):
         ctx.save_for_backward(x, gain, x.new_empty(x.shape[:-n_dims], dtype=torch.float32))

@@ -349,6 +349,33 @@ def corpus_of_text(files: Mapping[str, str], tokenizer: Tokenizer) -> Corpus:
 # --- Baseline -------------------------------------------------------------------------
 
 
+def load_corpus(tokens: str | Path | None, *, eos: int | None = None, vocab_size: int) -> Corpus:
+    """Make a corpus of uint32 token files, or by default of the standard library's bytes.
+
+    Parameters
+    ----------
+    tokens : path, optional
+        As for `token_files`.
+    eos, vocab_size
+        As for `corpus_of_tokens`.
+
+    Raises
+    ------
+    ValueError
+        As `token_files` and `corpus_of_tokens`; for an ``eos`` without tokens, and a model with too few ids
+        for bytes.
+    """
+    if tokens is not None:
+        return corpus_of_tokens(token_files(tokens, dtype="uint32"), eos=eos, vocab_size=vocab_size)
+    corpus = corpus_of_text(standard_library(), byte_tokenizer())
+    if eos is not None or corpus.vocab_size > vocab_size:
+        raise ValueError(
+            f"load_corpus needs token files for an eos, and {corpus.vocab_size} ids of the model for bytes, "
+            f"got {eos=} without files, {vocab_size=}"
+        )
+    return corpus
+
+
 def _trigrams(text: str) -> Int[np.ndarray, " _"]:
     x = np.frombuffer(b"\0\0" + text.encode(), np.uint8).astype(np.int64)
     return x[:-2] << 16 | x[1:-1] << 8 | x[2:]

@@ -245,7 +245,7 @@ def _recipe_step(build: Callable, layout: Layout, rank: int) -> Step:
     batch = split_context(batch, mesh=context)
 
     def step() -> dict[str, Any]:
-        train_step(held, batch, 0)
+        train_step(held, batch, 1)
         named = {"params": "parameters", "state": "optimizer state"}
         return {named[kind]: tree for kind, tree in held.items() if kind in named and tree is not None}
 

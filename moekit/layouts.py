@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from moekit._memory import Layout, memory_of, schedule_of
 from moekit.config import ModelConfig
-from moekit.mesh import divisors, near
+from moekit.mesh import divisors, near, world_size
 from moekit.plan import GPUS, Gpu, split_layers
 from moekit.schedules import play
 
@@ -45,7 +45,7 @@ def check_layout(
     layout : Layout
         What is asked for.
     n_gpus : int, optional
-        By default the number of ranks that torchrun started, 1 without it.
+        By default the ranks of the process group, or those that torchrun started, or 1.
     gpu : str or Gpu, optional
         One of `moekit.plan.GPUS`, whose memory :func:`memory_of` must stay below; None asks for no memory.
 
@@ -80,7 +80,7 @@ def check_layout(
     - ep=8 instead of 6
     - ep=4 instead of 6
     """
-    n_gpus = int(os.environ.get("WORLD_SIZE", 1)) if n_gpus is None else n_gpus  # torchrun's contract
+    n_gpus = world_size() if n_gpus is None else n_gpus
     gpu = _gpu(gpu)
     if n_gpus < 1:
         raise ValueError(f"check_layout needs n_gpus >= 1, got {n_gpus}")
@@ -96,7 +96,7 @@ def check_layout(
     lines = [
         f"check_layout needs a layout that works on {n_gpus} GPU{'s' * (n_gpus > 1)}{of_size}, got",
         *(f"- {problem}" for problem in problems),
-        *(["nearest layouts that work:", *works] if works else ["none works; take more or larger GPUs"]),
+        *(["nearest layouts that work:", *works] if works else [_NONE]),
     ]
     raise ValueError("\n".join(lines))
 
@@ -109,8 +109,13 @@ def check_recipe(config: ModelConfig, cfg: Any) -> Layout:
     config : ModelConfig
         The model.
     cfg : object
-        The recipe's own configuration: fields as `Layout` names them; ``dry_run``, and ``n_gpus`` for it; and
-        ``gpu``, where there is one.
+        The recipe's own configuration: fields as `Layout` names them; ``dry_run``, with ``n_gpus`` and
+        ``full``; and ``gpu`` and ``toy``, where they are there.
+
+    Returns
+    -------
+    Layout
+        In a dry run with at most 2 * pp micro-batches: more hold no more.
 
     Raises
     ------
@@ -119,10 +124,14 @@ def check_recipe(config: ModelConfig, cfg: Any) -> Layout:
     """
     n_gpus, gpu = cfg.n_gpus if cfg.dry_run else None, getattr(cfg, "gpu", None)
     vary = [field.name for field in fields(Layout) if hasattr(cfg, field.name)]
+    asked = Layout.of(cfg, **({"dtype": "float32"} if getattr(cfg, "toy", False) else {}))
     try:
-        return check_layout(config, Layout.of(cfg), n_gpus=n_gpus, gpu=gpu, vary=vary)
+        if getattr(cfg, "full", False) and not cfg.dry_run:
+            raise ValueError("--full needs --dry-run, got it without")
+        layout = check_layout(config, asked, n_gpus=n_gpus, gpu=gpu, vary=vary)
     except ValueError as error:
         raise SystemExit(str(error) if os.environ.get("RANK", "0") == "0" else 1) from None
+    return layout.short() if cfg.dry_run else layout
 
 
 def nearest_layouts(
@@ -138,13 +147,13 @@ def nearest_layouts(
 
     None goes further than another the same way, unless that one leaves little of the memory. Where a change
     of ``n_microbatches`` keeps the rows of a micro-batch what they were it does not count; what alters the
-    training, ``batch_size`` and ``seq_len``, counts double. ``reduce``, ``dtype`` and ``attention_via`` stay.
+    training, ``batch_size`` and ``seq_len``, counts double, and so does a cp more than four times another.
+    ``reduce`` and ``dtype`` stay.
     Parameters as for :func:`check_layout`.
     """
     gpu, asked = _gpu(gpu), layout.on(n_gpus)
     found: list[tuple[_Step, float]] = []  # and the bytes of the fullest rank
     too_large: set[tuple] = set()  # whatever the activations
-    tries = 0
     for step in sorted(_steps(config, layout, asked, n_gpus), key=_Step.distance):
         other, total = step.to, 0.0
         if vary is not None and not step.by.keys() <= set(vary):
@@ -154,9 +163,8 @@ def nearest_layouts(
             continue
         if gpu is not None:
             static = (other.pp, other.n_per_rank, other.edp, other.ep, other.n_microbatches > 1)
-            if static in too_large or tries == _TRIES:
+            if static in too_large:
                 continue
-            tries += 1
             ranks = memory_of(config, other)
             total = max(sum(rank.values()) for rank in ranks)
             if total >= gpu.memory:
@@ -230,6 +238,8 @@ def _problems(config: ModelConfig, layout: Layout, n_gpus: int) -> Iterator[str]
         yield f"cp must divide the edp * ep ranks that share a batch: cp={at.cp}, {n} ranks"
     if at.cp > 1 and at.seq_len % (2 * at.cp):
         yield f"2 * cp must divide seq_len: cp={at.cp}, seq_len={at.seq_len}"
+    if at.attention_via is not None and at.cp == 1:
+        yield f"attention_via={at.attention_via!r} needs cp > 1, got cp=1; leave it out"
     if at.attention_via == "all_to_all" and c.n_heads % at.cp:
         yield f"cp must divide n_heads for attention_via='all_to_all': cp={at.cp}, n_heads={c.n_heads}"
     if at.pp * n == n_gpus and n % at.cp == 0 and at.batch_size % (n // at.cp * at.n_microbatches):
@@ -268,11 +278,12 @@ _WEIGHTS = {
     "n_per_rank": 0.75,
     "n_microbatches": 0.5,
     "cp": 1.5,
+    "attention_via": 0.5,
     "recompute": 1.5,
     "batch_size": 4.0,
     "seq_len": 16.0,
 }
-_TRIES = 400  # layouts whose memory is looked at
+_NONE = "no other mesh, context, micro-batches or recomputation would do"
 _ROOMY = 0.85  # part of a GPU's memory; of a layout that takes more, one that goes further is worth a line
 
 
@@ -286,6 +297,7 @@ class _Step(NamedTuple):
     def distance(self) -> tuple:
         far = sum(_WEIGHTS[name] * abs(by) for name, by in self.by.items())
         n = len(self.by) - self.follows + len(self.by.keys() & {"batch_size", "seq_len"})
+        n += abs(self.by.get("cp", 0)) > 2
         return n, far, self.to.pp, self.to.edp  # of equals, the larger ep
 
     def goes_further(self, than: "_Step") -> bool:
@@ -333,6 +345,7 @@ def _candidates(config: ModelConfig, asked: Layout, n_gpus: int) -> Iterator[Lay
                                 batch_size=batch_size,
                                 seq_len=seq_len,
                                 recompute=recompute,
+                                attention_via=asked.attention_via if cp > 1 else None,
                             )
 
 
@@ -342,7 +355,7 @@ def _contexts(config: ModelConfig, asked: Layout, n: int) -> Iterator[tuple[int,
     heads = config.n_heads if asked.attention_via == "all_to_all" else 0
     fit = [cp for cp in divisors(n) if heads % cp == 0]
     whole = [cp for cp in fit if cp == 1 or length % (2 * cp) == 0]
-    for cp in _near(asked.cp, whole, 2 * max(asked.cp, 1)):
+    for cp in whole:
         yield cp, length
     if asked.cp in fit and asked.cp not in whole:
         step = 2 * asked.cp

@@ -63,8 +63,7 @@ def make_mesh(
     ValueError
         When ``pp * edp * ep`` is not the number of ranks, or ``ep`` does not divide ``n_experts``.
     """
-    started = dist.is_initialized()
-    world = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", 1))  # torchrun's contract
+    started, world = dist.is_initialized(), world_size()
     edp = max(world // max(pp * ep, 1), 1) if edp is None else edp
     if min(pp, edp, ep) < 1 or pp * edp * ep != world:
         raise ValueError(
@@ -86,6 +85,13 @@ def make_mesh(
         mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         data_mesh(mesh)  # makes its group now, when every rank is here
     return mesh
+
+
+def world_size() -> int:
+    """Return the number of ranks: of the process group, or that torchrun has started, or 1."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1))  # torchrun's contract
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

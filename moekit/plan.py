@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
+import torch
 import tyro
 
 from moekit.config import ModelConfig, Stage, preset
@@ -34,8 +35,18 @@ def gpu_named(name: str) -> Gpu | None:
 
     >>> gpu_named("NVIDIA H200").memory
     141000000000.0
+    >>> gpu_named("NVIDIA H100 PCIe"), gpu_named("NVIDIA GH200 480GB")  # others than those of GPUS
+    (None, None)
     """
-    return next((gpu for key, gpu in GPUS.items() if key in name.lower()), None)
+    words = name.lower().replace("-", " ").split()
+    known = None if {"pcie", "nvl"} & set(words) else next((word for word in words if word in GPUS), None)
+    return None if known is None else GPUS[known]
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a device's data sheet, where it is known."""
+    gpu = gpu_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if gpu is None else gpu.flops
 
 
 def fits(n_bytes: int | float, gpu: str) -> str:

@@ -43,8 +43,11 @@ class Schedule:
     n_microbatches: int
 
     def __post_init__(self) -> None:
-        if bad := sorted({rank for rank in self.rank_of if not 0 <= rank < self.n_ranks}):
-            raise ValueError(f"Schedule needs stages on ranks 0 to {self.n_ranks - 1}, got ranks {bad}")
+        if set(self.rank_of) != set(range(self.n_ranks)):
+            got = sorted(set(self.rank_of))
+            raise ValueError(
+                f"Schedule needs stages on each of ranks 0 to {self.n_ranks - 1}, got ranks {got}"
+            )
         for rank, ops in enumerate(self.ops):
             mine = {
                 op

@@ -59,14 +59,13 @@ if cfg.toy:
     model = config.toy(model)
     cfg = replace(cfg, pp=2, ep=2, seq_len=64, batch_size=16, n_microbatches=4, warmup_steps=2)
     cfg = replace(cfg, n_steps=min(cfg.n_steps, 5))
-if cfg.dry_run and cfg.n_microbatches > 2 * cfg.pp:  # more hold no more, and take long
-    rows = cfg.batch_size // cfg.n_microbatches
-    cfg = replace(cfg, n_microbatches=2 * cfg.pp, batch_size=2 * cfg.pp * rows)
+if cfg.pp < 2:
+    raise SystemExit(f"moe_1t2 needs pp >= 2, got {cfg.pp}; moe_47b has no pipeline")
 layout = layouts.check_recipe(model, cfg)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 dtype = torch.float32 if cfg.toy else torch.bfloat16
-stages = plan.split_layers(model, cfg.pp * cfg.n_per_rank, seq_len=cfg.seq_len)
-schedule = schedules.interleaved(cfg.pp, cfg.n_microbatches, cfg.n_per_rank)
+stages = plan.split_layers(model, layout.n_stages, seq_len=cfg.seq_len)
+schedule = layouts.schedule_of(layout)  # 1F1B, interleaved with several stages a rank
 
 # --- What a rank holds, and one step ----------------------------------------------------
 
@@ -74,7 +73,7 @@ schedule = schedules.interleaved(cfg.pp, cfg.n_microbatches, cfg.n_per_rank)
 def build():
     """Make the mesh, what this rank holds, and the step: on real ranks, or on those of a dry run."""
     mesh = mk.make_mesh(pp=cfg.pp, ep=cfg.ep, n_experts=model.n_experts)
-    assert mesh is not None  # pp * ep ranks are more than one
+    assert mesh is not None  # there are pp ranks at least
     stage_mesh = mesh["edp", "ep"]
     context = mk.mesh.context_mesh(mesh, cfg.cp)
     mine = [stages[i] for i in schedule.stages_of(mesh["pp"].get_local_rank())]
@@ -114,11 +113,7 @@ if cfg.dry_run:
 
 mesh, context, held, train_step = build()
 rank, n_ranks = torch.distributed.get_rank(), mesh.size()
-if cfg.tokens:
-    files = corpora.token_files(cfg.tokens, dtype="uint32")
-    corpus = corpora.corpus_of_tokens(files, eos=cfg.eos, vocab_size=model.vocab_size)
-else:
-    corpus = corpora.corpus_of_text(corpora.standard_library(), corpora.byte_tokenizer())
+corpus = corpora.load_corpus(cfg.tokens, eos=cfg.eos, vocab_size=model.vocab_size)
 samples = data.pack(corpus, cfg.seq_len)
 loader = data.Loader(samples, cfg.batch_size, seed=cfg.seed, context=context, mesh=mesh["edp", "ep"])
 
@@ -136,17 +131,16 @@ run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, resume=cfg.re
 if rank == 0:
     bubble = schedules.play(schedule).bubble
     print(f"{[len(stage.layers) for stage in stages]} layers a stage, bubble {bubble:.1%}")
-gpu = plan.gpu_named(torch.cuda.get_device_name()) if device.type == "cuda" else None
 progress = tracking.Progress(
     run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len,
-    peak_flops=gpu and gpu.flops, rank=rank,
+    peak_flops=plan.peak_flops(device), rank=rank,
 )  # fmt: skip
 flops = plan.flops_per_token(model, cfg.seq_len) / n_ranks
 for step in progress:
     stats = train_step(held, next(loader).to(device), step)
     grad_norm = held["state"]["inner", "0", "norm"]
     progress.log(stats, first_layer=model.n_dense_layers, flops_per_token=flops, grad_norm=grad_norm)
-    if step % cfg.save_every == 0 or step == cfg.n_steps:
+    if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.n_steps):
         with progress.paused():
             checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
 run.finish()

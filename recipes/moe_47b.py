@@ -85,7 +85,7 @@ def build():
     block = mk.remat(mk.model.transformer_block, cfg.recompute)
     options = dict(config=model, assignment=cfg.assignment, block=block, attention_via=cfg.attention_via)
     loss_fn = partial(mk.next_token_loss, **options, context=context, mesh=mesh)
-    grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches)
+    grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), layout.n_microbatches)
     base_key = mk.random.make_key(cfg.seed, device)
 
     def train_step(held, batch, step):
@@ -108,11 +108,7 @@ if cfg.dry_run:
 
 mesh, context, held, train_step = build()
 rank, n_ranks = data_rank(mesh)
-if cfg.tokens:
-    files = corpora.token_files(cfg.tokens, dtype="uint32")
-    corpus = corpora.corpus_of_tokens(files, eos=cfg.eos, vocab_size=model.vocab_size)
-else:
-    corpus = corpora.corpus_of_text(corpora.standard_library(), corpora.byte_tokenizer())
+corpus = corpora.load_corpus(cfg.tokens, eos=cfg.eos, vocab_size=model.vocab_size)
 samples = data.pack(corpus, cfg.seq_len)
 loader = data.Loader(samples, cfg.batch_size, seed=cfg.seed, context=context, mesh=mesh)
 
@@ -123,16 +119,13 @@ def snapshot(step):
 
 
 step = 0
-if cfg.save_every and (
-    saved := checkpoint.resume(cfg.folder, snapshot(step), wanted=cfg.resume, config=model, mesh=mesh)
-):
+if saved := checkpoint.resume(cfg.folder, snapshot(step), wanted=cfg.resume, config=model, mesh=mesh):
     loader.load_state_dict(saved["data"])
     step = saved["step"]
 run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, resume=cfg.resume, rank=rank)
-gpu = plan.gpu_named(torch.cuda.get_device_name()) if device.type == "cuda" else None
 progress = tracking.Progress(
     run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len,
-    peak_flops=gpu and gpu.flops, rank=rank,
+    peak_flops=plan.peak_flops(device), rank=rank,
 )  # fmt: skip
 flops = plan.flops_per_token(model, cfg.seq_len) / n_ranks
 for step in progress:

@@ -61,7 +61,6 @@ class Config:
     dry_run: bool = False  # execute the step on fake ranks, without values, and say what it needs
     n_gpus: int = 1  # ranks of a dry run
     full: bool = False  # a dry run of two ranks of every single group
-    gpu: Literal["h100", "h200", "b200", "b300"] | None = None  # a dry run refuses what exceeds its memory
 
 
 cfg = tyro.cli(Config, description=__doc__)
@@ -191,7 +190,7 @@ def build():
     def train_step(held, batch, step):
         """Update the model, and return the statistics of the global batch."""
         key = None if cfg.assignment == "top_k" else mk.random.fold_in(base_key, step)
-        parts = mk.batch.split_batch(mk.count_tokens(batch, mesh=mesh), cfg.n_microbatches)
+        parts = mk.batch.split_batch(mk.count_tokens(batch, mesh=mesh), layout.n_microbatches)
         shares = []
         for i, part in enumerate(parts, 1):
             net.set_is_last_backward(i == len(parts))
@@ -201,7 +200,7 @@ def build():
             shares.append(stats)
         if cfg.optimize:
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            adamw.param_groups[0]["lr"] = lr(torch.tensor(max(step - 1, 0), device=device))
+            adamw.param_groups[0]["lr"] = lr(torch.tensor(step - 1, device=device))
             adamw.step()
             held["state"] = list(adamw.state.values())
         adamw.zero_grad()
@@ -212,24 +211,19 @@ def build():
 
 
 if cfg.dry_run:
-    print(dryrun.dry_run_recipe(build, model, layout, full=cfg.full, gpu=cfg.gpu))
+    print(dryrun.dry_run_recipe(build, model, layout, full=cfg.full))
     raise SystemExit
 
 # --- Data, train ----------------------------------------------------------------------
 
 mesh, _, held, train_step = build()
 rank, n_ranks = data_rank(mesh)
-if cfg.tokens:
-    files = corpora.token_files(cfg.tokens, dtype="uint32")
-    corpus = corpora.corpus_of_tokens(files, eos=cfg.eos, vocab_size=model.vocab_size)
-else:
-    corpus = corpora.corpus_of_text(corpora.standard_library(), corpora.byte_tokenizer())
+corpus = corpora.load_corpus(cfg.tokens, eos=cfg.eos, vocab_size=model.vocab_size)
 loader = data.Loader(data.pack(corpus, cfg.seq_len), cfg.batch_size, seed=cfg.seed, mesh=mesh)
 run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, rank=rank)
-gpu = plan.gpu_named(torch.cuda.get_device_name()) if device.type == "cuda" else None
 progress = tracking.Progress(
     run, cfg.n_steps, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len,
-    peak_flops=gpu and gpu.flops, rank=rank,
+    peak_flops=plan.peak_flops(device), rank=rank,
 )  # fmt: skip
 flops = plan.flops_per_token(model, cfg.seq_len) / n_ranks
 for step in progress:

@@ -82,7 +82,7 @@ def build():
     held: dict[str, Any] = dict(params=params, state=optimizer.init(params), biases=biases)
 
     loss_fn = partial(mk.next_token_loss, config=model, mesh=mesh)
-    grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches)
+    grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), layout.n_microbatches)
 
     def train_step(held, batch, step):
         """Update what is held, and return the statistics of the global batch."""
@@ -148,7 +148,7 @@ for step in progress:
     stats = train_step(held, next(loader).to(device), step)
     grad_norm = held["state"]["inner", "0", "norm"]
     progress.log(stats, first_layer=model.n_dense_layers, grad_norm=grad_norm)
-    if step % cfg.save_every == 0 or step == cfg.n_steps:
+    if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.n_steps):
         with progress.paused():
             checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
             if step < cfg.n_steps:

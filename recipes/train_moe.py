@@ -109,7 +109,7 @@ def build():
     block = mk.remat(mk.model.transformer_block, cfg.recompute)
     loss_fn = partial(mk.next_token_loss, config=model, assignment=cfg.assignment, block=block, mesh=mesh)
     grad_fn = mk.accumulate(
-        mk.value_and_grad(loss_fn, has_aux=True), cfg.n_microbatches, on_grad=optimizer.on_grad
+        mk.value_and_grad(loss_fn, has_aux=True), layout.n_microbatches, on_grad=optimizer.on_grad
     )
     base_key, chooses = mk.random.make_key(cfg.seed, device), cfg.assignment == "top_k"
 
@@ -172,7 +172,7 @@ for step in progress:
     stats = train_step(held, next(loader).to(device), step)
     grad_norm = held["state"]["inner", "0", "norm"]
     progress.log(stats, first_layer=model.n_dense_layers, flops_per_token=flops, grad_norm=grad_norm)
-    if step % cfg.save_every == 0 or step == cfg.n_steps:
+    if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.n_steps):
         with progress.paused():
             checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
 run.finish()

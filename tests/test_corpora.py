@@ -11,6 +11,7 @@ from moekit.corpora import (
     byte_tokenizer,
     corpus_of_text,
     corpus_of_tokens,
+    load_corpus,
     load_tokenizer,
     split_files,
     standard_library,
@@ -251,3 +252,13 @@ def test_a_few_files_are_split_too(n):
     train, rest = split_files(files, held_out=0.001)
     assert len(rest) == 1 and train | rest == files
     assert split_files(dict(reversed(files.items())), held_out=0.001)[1] == rest
+
+
+def test_a_corpus_of_token_files_or_of_the_standard_library(tmp_path):
+    np.array([1, 2, 9, 3, 9], dtype="<u4").tofile(tmp_path / "a.bin")
+    corpus = load_corpus(tmp_path, eos=9, vocab_size=10)
+    assert corpus.eos == 9 and corpus.vocab_size == 10
+    with pytest.raises(ValueError, match="needs token files for an eos"):
+        load_corpus(None, eos=9, vocab_size=1000)
+    with pytest.raises(ValueError, match="257 ids of the model for bytes"):
+        load_corpus(None, vocab_size=256)
