@@ -173,7 +173,10 @@ def compare(records: Iterable[Record]) -> list[str]:
     """
     records = list(records)
     calls = {record.rank: record.calls for record in records}
-    return [*_parameters(records), *_collectives(calls), *_messages(calls)]
+    differ = list(_parameters(records))
+    if len(differ) > 8:
+        differ[8:] = [f"... and {len(differ) - 8} parameters more"]
+    return [*_collectives(calls), *_messages(calls), *differ]
 
 
 def _parameters(records: Sequence[Record]) -> Iterator[str]:

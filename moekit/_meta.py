@@ -39,6 +39,7 @@ class MetaOps:
         except TypeError:  # an argument that has no hash
             return func(*args, **kwargs)
         if known is None:
+            _check_dtypes(func, args)
             out = _grouped_mm(func, args, kwargs) if rule == "grouped" else func(*args, **kwargs)
             made = [out] if isinstance(out, Tensor) else list(out)
             if all(isinstance(x, Tensor) and x.is_meta for x in made):
@@ -71,6 +72,17 @@ def _rule(func: Any) -> str:
         same = len(aliases) == 1 and writes[0] and aliases[0] and aliases[0].is_write
         return "in place" if same else "views"
     return "makes"
+
+
+# Products, of whose operands torch's meta kernels do not compare the dtypes.
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu")
+
+
+def _check_dtypes(func: Any, args: tuple) -> None:
+    if func._schema.name.removeprefix("aten::") in _PRODUCTS:
+        dtypes = [x.dtype for x in args if isinstance(x, Tensor) and x.is_floating_point()]
+        if len(set(dtypes)) > 1:
+            raise RuntimeError(f"{func.name()} needs tensors of one dtype, got {', '.join(map(str, dtypes))}")
 
 
 def _kind(x: Any) -> Any:

@@ -15,7 +15,7 @@ from moekit._split_backward import backward_of_input, keeps_what_it_saves
 from moekit.batch import split_batch
 from moekit.schedules import Op, Schedule, lower
 from moekit.transforms import GradientSums, OnGrad, check_reached, differentiable
-from moekit.tree import summands
+from moekit.tree import add_up
 
 
 def pipeline(
@@ -92,8 +92,8 @@ def pipeline(
             here.run(op)
         here.finish()
         check_reached("pipeline", sums.names, sums.reached)
-        assert here.total is not None and here.spec is not None  # each rank has a stage
-        return tree_unflatten(here.total, here.spec), sums.tree()
+        assert here.total is not None  # each rank has a stage
+        return tree_unflatten(*here.total), sums.tree()
 
     return run
 
@@ -110,7 +110,7 @@ class _Rank:
         self.graphs: dict[tuple[int, int], tuple] = {}  # between a forward and its backward
         self.later: dict[tuple[int, int], Callable[[], None]] = {}  # between I and W
         self.sends: list[tuple[Any, Tensor]] = []
-        self.total = self.spec = None
+        self.total = None
 
     def run(self, op: Op) -> None:
         stage, i = op.stage, op.micro_batch
@@ -143,8 +143,8 @@ class _Rank:
         fresh = differentiable("pipeline", self.params, self.sums.add)
         split = x is not None and self.schedule.splits(stage, i)
         with torch.enable_grad(), keeps_what_it_saves(_who(stage)) if split else nullcontext():
-            y, loss, aux = self.stages[stage](fresh, x, self.parts[i], **self.kwargs)
-        self.check(y, stage, i)
+            out = self.stages[stage](fresh, x, self.parts[i], **self.kwargs)
+        y, loss, aux = self.check(out, stage, i)
         self.count((loss, aux))
         if y is not None:
             self.give("F", stage, stage + 1, i, y.detach())
@@ -202,17 +202,23 @@ class _Rank:
 
     def count(self, value: Any) -> None:
         """Add up loss and aux of stages and micro-batches."""
-        leaves, self.spec = summands("pipeline", tree_map(lambda x: x.detach(), value))
-        self.total = (
-            leaves if self.total is None else [a + b for a, b in zip(self.total, leaves, strict=True)]
-        )
+        self.total = add_up("pipeline", self.total, tree_map(_detached, value))
 
-    def check(self, y: Tensor | None, stage: int, i: int) -> None:
+    def check(self, out: Any, stage: int, i: int) -> tuple[Tensor | None, Tensor, Any]:
+        if not (isinstance(out, tuple) and len(out) == 3):
+            raise ValueError(
+                f"pipeline needs (y, loss, aux) of each stage, stage {stage} returned {_kind(out)}"
+            )
+        y, loss, aux = out
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise ValueError(f"pipeline needs a 0-d loss tensor, stage {stage} returned {_kind(loss)}")
         last = stage == self.schedule.n_stages - 1
         like = None if last else self.boundary(self.parts[i])
-        got, want = (None if t is None else (tuple(t.shape), t.dtype) for t in (y, like))
-        if got != want:
-            raise ValueError(f"pipeline needs y of stage {stage} to be {want}, as boundary says, got {got}")
+        if _kind(y) != _kind(like):
+            raise ValueError(
+                f"pipeline needs y of stage {stage} to be {_kind(like)}, as boundary says, got {_kind(y)}"
+            )
+        return y, loss, aux
 
     @property
     def group(self) -> Any:
@@ -224,3 +230,11 @@ class _Rank:
 
 def _who(stage: int) -> str:
     return f"pipeline, which splits the backward of stage {stage} into I and W as its schedule says,"
+
+
+def _kind(x: Any) -> str:
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from moekit._recorder import Recorder
 
@@ -34,6 +36,7 @@ def stand_ins(recorder: Recorder, device: str) -> Iterator[None]:
     patch(torch.UntypedStorage, "resize_", lambda storage, n: recorder.resize(storage, resize, n))
     for name in (x for x in dir(dist.ProcessGroup) if "reduce" in x and not x.startswith("__")):
         patch(dist.ProcessGroup, name, _noting_reduce_op(getattr(dist.ProcessGroup, name), recorder))
+    patch(DeviceMesh, "__init__", _outside_modes(DeviceMesh.__init__))
     patch(F, "scaled_dot_product_attention", _attention)
     if device == "cuda":
         patch(F, "rms_norm", _rms_norm)
@@ -50,6 +53,14 @@ def stand_ins(recorder: Recorder, device: str) -> Iterator[None]:
         for owner, name, original in reversed(changed):
             setattr(owner, name, original)
         del missing
+
+
+def _outside_modes(original: Callable) -> Callable:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():  # a mesh's tensor of ranks is real
+            return original(*args, **kwargs)
+
+    return run
 
 
 def _cpu_for_meta(device: torch.device) -> torch.device:
@@ -83,6 +94,9 @@ def _attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
     del enable_gqa  # its kernel takes any number of heads
+    if query.ndim == 3:
+        query, key, value = (x[None] for x in (query, key, value))
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale)[0]
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
     )[0]

@@ -218,6 +218,11 @@ def attend_over_keys(
     Llama Team, The Llama 3 Herd of Models, 2024, section 3.3.2. https://arxiv.org/abs/2407.21783
     """
     cp, rank, chunk = mesh.size(), mesh.get_local_rank(), q.shape[2] // 2
+    if q.shape[2] % 2 or k.shape[2] != q.shape[2]:
+        raise ValueError(
+            "attend_over_keys needs two equal chunks of positions, of queries and keys alike, got "
+            f"{q.shape[2]} and {k.shape[2]}"
+        )
     kv = torch.cat([k, v], 1)
     k, v = _join(_exchange(kv.expand(cp, *kv.shape), mesh), -2).chunk(2, 1)
     out = []

@@ -55,7 +55,12 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a dry run found; ``print`` it."""
+    """What a dry run found; ``print`` it.
+
+    Its table has a line for ranks that hold as much: bytes by kind at the fullest moment of the second step, as
+    `Record` says; ``TFLOP``, what a rank executes in a step, with what is recomputed and all pairs of attention;
+    ``at``, the operation that ran then.
+    """
 
     records: tuple[Record, ...]
     title: str = ""
@@ -71,7 +76,7 @@ class Report:
         return "\n".join([*title, *self._memory(), "", *self._traffic(), "", *self._gpus()])
 
     def _memory(self) -> Iterator[str]:
-        kinds = sorted({kind for record in self.records for kind in record.memory}, key=_order)
+        kinds = sorted({*_KINDS, *(kind for record in self.records for kind in record.memory)}, key=_order)
         unit, size = ("GB", 1e9) if max(record.peak for record in self.records) >= 1e9 else ("MB", 1e6)
         yield f"{unit} at the high-water mark of the second step"
         rows = [("ranks", *kinds, "in all", "TFLOP", "at")]
@@ -112,6 +117,7 @@ def dry_run(
     Nothing is computed and nothing is sent: shapes, memory and the order of calls are what a real step has,
     values are not there: every tensor is made on the meta device. So routing is not known:
     :func:`moekit.dispatch` takes it that every rank gets as many rows; :func:`static_transport` takes others.
+    Not seen are collectives of objects and of other threads. Where there is no CUDA a step must not ask for it.
 
     Parameters
     ----------
@@ -157,6 +163,8 @@ def dry_run(
     chosen = list(range(world_size)) if ranks is None else sorted(set(ranks))
     if not chosen or chosen[0] < 0 or chosen[-1] >= world_size:
         raise ValueError(f"dry_run needs ranks in [0, {world_size}), at least one, got {chosen}")
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"dry_run needs device 'cuda' or 'cpu', got {device!r}")
     if gpu is not None and gpu not in GPUS:
         raise ValueError(f"dry_run needs one of {sorted(GPUS)}, got {gpu!r}")
     if n_processes is not None and n_processes < 1:
@@ -166,7 +174,7 @@ def dry_run(
         raise RuntimeError(
             "\n".join([f"{len(chosen)} ranks of {world_size} do not fit together:", *problems])
         )
-    return Report(records=tuple(records))
+    return Report(records=tuple(records), title=f"{len(chosen)} of {world_size} ranks, the rest taken to fit")
 
 
 def _over(records: Sequence[Record], gpu: str | None) -> list[str]:
@@ -230,9 +238,9 @@ def dry_run_recipe(
         raise RuntimeError("\n".join(["the ranks do not hold the parameters of the model:", *differ]))
     tokens = f"{layout.rows} x {layout.seq_len // layout.cp}"
     title = (
-        f"{len(ranks)} of {world_size} ranks: "
+        f"{report.title}: "
         f"{' x '.join(f'{axis} {n}' for axis, n in sizes.items())}, cp {layout.cp}; "
-        f"{layout.n_microbatches} micro-batches of {tokens} tokens a rank"
+        f"{layout.n_microbatches} micro-batches of {tokens} tokens a rank, of which calls, MB and TFLOP are"
     )
     return replace(report, title=title)
 

@@ -167,7 +167,7 @@ def nearest_layouts(
                 continue
             ranks = memory_of(config, other)
             total = max(sum(rank.values()) for rank in ranks)
-            if total >= gpu.memory:
+            if total >= _RESERVE * gpu.memory:
                 held = ("parameters", "optimizer state", *["gradients"] * (other.n_microbatches > 1))
                 if max(sum(rank[kind] for kind in held) for rank in ranks) >= gpu.memory:
                     too_large.add(static)
@@ -232,7 +232,10 @@ def _problems(config: ModelConfig, layout: Layout, n_gpus: int) -> Iterator[str]
             f"n_microbatches={at.n_microbatches}"
         )
     if at.seq_len > c.max_seq_len:
-        yield f"seq_len must be at most max_seq_len: {at.seq_len}, {c.max_seq_len}"
+        yield (
+            f"seq_len must be at most max_seq_len: {at.seq_len}, {c.max_seq_len}; or take a model with "
+            f"max_seq_len={at.seq_len}"
+        )
     n = at.edp * at.ep
     if n % at.cp:
         yield f"cp must divide the edp * ep ranks that share a batch: cp={at.cp}, {n} ranks"
@@ -284,6 +287,7 @@ _WEIGHTS = {
     "seq_len": 16.0,
 }
 _NONE = "no other mesh, context, micro-batches or recomputation would do"
+_RESERVE = 0.95  # part of a GPU's memory that a proposal may take: estimates err
 _ROOMY = 0.85  # part of a GPU's memory; of a layout that takes more, one that goes further is worth a line
 
 

@@ -93,6 +93,7 @@ class _CrossEntropy(torch.autograd.Function):
             z += (w * lse.square()).sum()
             if needs_hidden or needs_head:
                 grad = logits.sub_(lse[:, None]).exp_()  # in place: the chunk exists once
+                del logits
                 grad *= (w * (1 + 2 * z_weight * lse))[:, None]
                 grad.scatter_add_(1, y, -w[:, None])
                 grad = grad.to(hidden.dtype)
@@ -100,6 +101,9 @@ class _CrossEntropy(torch.autograd.Function):
                     torch.matmul(grad, head.T, out=grad_hidden[i : i + n])
                 if grad_head is not None:
                     grad_head += h.T @ grad
+                del grad  # before the next chunk
+            else:
+                del logits
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(ce, z)

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, NamedTuple
 
@@ -223,6 +223,7 @@ def _print_plan(args: Plan) -> None:
 
     config = preset(args.name, **({} if args.n_experts is None else {"n_experts": args.n_experts}))
     seq_len = config.max_seq_len if args.seq_len is None else args.seq_len
+    config = replace(config, max_seq_len=max(config.max_seq_len, seq_len))
     flops = flops_per_token(config, seq_len)
     total, active = count_params(config)
     given: dict[str, Any] = {}

@@ -43,7 +43,9 @@ class Schedule:
     n_microbatches: int
 
     def __post_init__(self) -> None:
-        if set(self.rank_of) != set(range(self.n_ranks)):
+        if self.n_microbatches < 1:
+            raise ValueError(f"Schedule needs n_microbatches >= 1, got {self.n_microbatches}")
+        if not self.ops or set(self.rank_of) != set(range(self.n_ranks)):
             got = sorted(set(self.rank_of))
             raise ValueError(
                 f"Schedule needs stages on each of ranks 0 to {self.n_ranks - 1}, got ranks {got}"
@@ -449,7 +451,10 @@ def _costs(cost: Mapping[str, float | int] | None) -> Mapping[str, float | int]:
         raise ValueError(
             f"play needs the costs of F and of B, or of F, I and W, got those of {sorted(known)}"
         )
-    return {"B": known["I"] + known["W"]} | known
+    known = {"B": known["I"] + known["W"]} | known
+    if not all(0 < x < math.inf for x in known.values()):
+        raise ValueError(f"play needs costs above 0, got {known}")
+    return known
 
 
 def _check(who: str, n_ranks: int, n_microbatches: int) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moekit.batch import split_batch
 from moekit.mesh import sum_over_ranks
-from moekit.tree import at_least_float32, held, map_named, named, nested, on_mesh, summands
+from moekit.tree import add_up, at_least_float32, held, map_named, named, nested, on_mesh
 
 OnGrad = Callable[[str, Tensor], Tensor | None]
 
@@ -111,7 +111,8 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
     ------
     ValueError
         When ``n_microbatches`` is below 1 or does not divide, or a buffer of ``into`` is of no parameter or
-        has another shape, dtype or placement than its gradient's sum.
+        has another shape, dtype or placement than its gradient's sum, or micro-batches' aux differ in names
+        or shapes.
     TypeError
         When a leaf of aux is no tensor.
     """
@@ -120,14 +121,13 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
 
     def run(params: TensorDict, batch: Any, *, into: TensorDict | None = None, **kwargs: Any):
         sums = GradientSums("accumulate", params, on_grad, into)
-        total = spec = None
+        total = None
         for part in split_batch(batch, n_microbatches):
             value, _ = grad_fn(params, part, on_grad=sums.add, **kwargs)
             sums.land()
-            leaves, spec = summands("accumulate", value)
-            total = leaves if total is None else [x + y for x, y in zip(total, leaves, strict=True)]
-        assert total is not None and spec is not None  # there is a micro-batch
-        return tree_unflatten(total, spec), sums.tree()
+            total = add_up("accumulate", total, value)
+        assert total is not None  # there is a micro-batch
+        return tree_unflatten(*total), sums.tree()
 
     return run
 

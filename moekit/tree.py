@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
 
 def named(tree: TensorDict) -> dict[str, Tensor]:
@@ -92,10 +92,41 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def summands(who: str, tree: Any) -> tuple[list[Tensor], TreeSpec]:
-    """Flatten a tree, of any pytree, whose leaves are to be summed; raise for a leaf that is no tensor."""
-    leaves, spec = tree_flatten_with_path(tree)
+    """Flatten a tree, of any pytree, whose leaves are to be summed; raise for a leaf that is no tensor.
+
+    Keys of dicts come in ascending order, however they were put in, so that ranks sum the same leaves.
+    """
+    leaves, spec = tree_flatten_with_path(_in_order(tree))
     if other := [f"{type(x).__name__} at {keystr(path)}" for path, x in leaves if not isinstance(x, Tensor)]:
         raise TypeError(
             f"{who} needs tensors, which it sums, got {', '.join(other)}; leave them out or make them tensors"
         )
     return [x for _, x in leaves], spec
+
+
+def _in_order(tree: Any) -> Any:
+    if type(tree) is dict:
+        return {key: _in_order(tree[key]) for key in sorted(tree, key=str)}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(_in_order, tree))
+    return tree
+
+
+def add_up(who: str, total: tuple[list[Tensor], TreeSpec] | None, tree: Any) -> tuple[list[Tensor], TreeSpec]:
+    """Add the tensors of a tree to a flattened total.
+
+    Raises
+    ------
+    ValueError
+        Unless the tree has the structure and shapes of those before it.
+    """
+    leaves, spec = summands(who, tree)
+    if total is None:
+        return leaves, spec
+    got, before = ([tuple(x.shape) for x in part] for part in (leaves, total[0]))
+    if spec != total[1] or got != before:
+        raise ValueError(
+            f"{who} needs aux of the same names and shapes from all micro-batches and stages, got "
+            f"{tree_unflatten(got, spec)} after {tree_unflatten(before, total[1])}"
+        )
+    return [a + b for a, b in zip(total[0], leaves, strict=True)], spec

@@ -20,6 +20,7 @@ import moekit as mk
 from moekit import plan, schedules
 from moekit.dryrun import (
     Call,
+    Leaf,
     Record,
     compare,
     dry_run,
@@ -87,15 +88,28 @@ def train_step(
 
 
 def pipeline_step(
-    rank, *, config=SMALL, pp, v=1, edp=1, ep=1, b=1, s, n_microbatches, recompute="none", cut=None
+    rank,
+    *,
+    config=SMALL,
+    pp,
+    v=1,
+    edp=1,
+    ep=1,
+    b=1,
+    s,
+    n_microbatches,
+    recompute="none",
+    cut=None,
+    order=None,
 ):
     """Make a step of a pipeline in bfloat16, as a recipe does; ``cut(place, stages)`` makes it wrong."""
     mesh = mk.make_mesh(pp=pp, edp=edp, ep=ep)
     place = mesh["pp"].get_local_rank()
+    v = len(order(pp, 2 * pp).rank_of) // pp if order else v
     stages = plan.split_layers(config, pp * v, seq_len=s)
     stages = cut(place, stages) if cut else stages
     n = n_microbatches(place) if callable(n_microbatches) else n_microbatches
-    schedule = schedules.interleaved(pp, n, v)
+    schedule = order(pp, n) if order else schedules.interleaved(pp, n, v)
     mine = [stages[i] for i in schedule.stages_of(place)]
     params = mk.init_params(config, dtype=torch.bfloat16, stages=mine, mesh=mesh)
     optimizer = mk.chain(mk.clip_by_global_norm(1.0, mesh=mesh), mk.adamw(3e-4))
@@ -412,6 +426,15 @@ def test_a_clean_pipeline_raises_no_alarm(v):
     assert {str(r.leaves["parameters"]["layers.5.moe.experts.down"].ranks) for r in records[2:]} == {"(2, 3)"}
 
 
+@pytest.mark.parametrize("order", [schedules.zero_bubble, schedules.zero_bubble_v, schedules.dual_pipe_v])
+def test_a_pipeline_that_splits_the_backward_sends_as_much(order):
+    (first, *_) = dry_run(partial(pipeline_step, **PIPELINE, order=order), 4, ranks=[0, 2]).records
+    whole = dry_run(partial(pipeline_step, **PIPELINE), 4, ranks=[0]).records[0]
+    of = [c.op for c in first.calls if c.step == 2]
+    assert of.count("all_to_all") >= [c.op for c in whole.calls if c.step == 2].count("all_to_all")
+    assert first.flops > 0 and of.count("send") in (4, 8)
+
+
 def shifted(places):
     """Return a cut whose last stage begins a layer earlier, as the ranks of some places take it."""
 
@@ -643,6 +666,15 @@ def test_bytes_between_nodes_are_told_from_those_within():
     }
     reduced = Record(rank=3, world_size=16, calls=(Call(op="all_reduce", group=group, n_bytes=160, step=2),))
     assert reduced.traffic() == {("all_reduce", False): 7 * 20, ("all_reduce", True): 8 * 20}
+
+
+def test_a_parameter_of_other_ranks_than_those_that_hold_it_is_named():
+    held = {"parameters": {"w": Leaf((4,), "float32", ("R",), (0, 1))}}
+    records = [Record(rank=rank, world_size=4, calls=(), leaves=held) for rank in range(3)]
+    (line,) = compare(records)
+    assert line == "w, float32 [4] R on ranks 0, 1, is also on rank 2"
+    (line,) = compare([records[0], Record(rank=1, world_size=4, calls=())])
+    assert line == "w, float32 [4] R on ranks 0, 1, is not on rank 1"
 
 
 def test_ranks_that_were_not_recorded_are_taken_to_agree():
