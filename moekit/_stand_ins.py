@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -36,14 +37,19 @@ def stand_ins(recorder: Recorder, device: str) -> Iterator[None]:
     patch(torch.UntypedStorage, "resize_", lambda storage, n: recorder.resize(storage, resize, n))
     for name in (x for x in dir(dist.ProcessGroup) if "reduce" in x and not x.startswith("__")):
         patch(dist.ProcessGroup, name, _noting_reduce_op(getattr(dist.ProcessGroup, name), recorder))
-    patch(DeviceMesh, "__init__", _outside_modes(DeviceMesh.__init__))
+    for owner, name in (
+        (DeviceMesh, "__init__"),
+        (device_mesh, "init_device_mesh"),
+        (dist, "init_device_mesh"),
+    ):
+        patch(owner, name, _outside_modes(getattr(owner, name)))
     patch(F, "scaled_dot_product_attention", _attention)
     if device == "cuda":
         patch(F, "rms_norm", _rms_norm)
     patch(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None)
     missing = torch.library.Library("aten", "IMPL", "Meta")
     for op in ("_fused_adamw_", "_fused_adamw_.tensor_lr"):  # which only change values
-        missing.impl(op, lambda *_, **__: None)
+        missing.impl(op, lambda *_, **__: None, allow_override=True)
     if fsdp := sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group"):
         patch(fsdp.FSDPParamGroup, "_validate_no_meta_params", lambda group: None)
         patch(fsdp.FSDPParam, "reset_sharded_param", _resetting(fsdp.FSDPParam.reset_sharded_param))

@@ -57,9 +57,9 @@ __all__ = [
 class Report:
     """What a dry run found; ``print`` it.
 
-    Its table has a line for ranks that hold as much: bytes by kind at the fullest moment of the second step, as
-    `Record` says; ``TFLOP``, what a rank executes in a step, with what is recomputed and all pairs of attention;
-    ``at``, the operation that ran then.
+    Its table has a line for ranks that hold as much: bytes by kind at the fullest moment of the second step,
+    as `Record` says; ``TFLOP``, what a rank executes in a step, with what is recomputed and all pairs of
+    attention; ``at``, the operation that ran at that moment.
     """
 
     records: tuple[Record, ...]
@@ -117,7 +117,7 @@ def dry_run(
     Nothing is computed and nothing is sent: shapes, memory and the order of calls are what a real step has,
     values are not there: every tensor is made on the meta device. So routing is not known:
     :func:`moekit.dispatch` takes it that every rank gets as many rows; :func:`static_transport` takes others.
-    Not seen are collectives of objects and of other threads. Where there is no CUDA a step must not ask for it.
+    Not seen are collectives of objects and of other threads. No step may ask for CUDA where there is none.
 
     Parameters
     ----------
@@ -174,7 +174,8 @@ def dry_run(
         raise RuntimeError(
             "\n".join([f"{len(chosen)} ranks of {world_size} do not fit together:", *problems])
         )
-    return Report(records=tuple(records), title=f"{len(chosen)} of {world_size} ranks, the rest taken to fit")
+    others = ", the others taken to fit" if len(chosen) < world_size else ""
+    return Report(records=tuple(records), title=f"{len(chosen)} of {world_size} ranks{others}")
 
 
 def _over(records: Sequence[Record], gpu: str | None) -> list[str]:

@@ -6,10 +6,10 @@ r"""Train the model of moe_47b.py fully sharded (FSDP2) instead of expert parall
     srun torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \
         --rdzv-endpoint $HEAD:29500 recipes/moe_47b_fsdp.py --n-experts 128
 
-Same model functions, first values, data, routing and learning rates as moe_47b.py, so the same losses. Every
-rank computes all experts for its own tokens, with weights that are gathered a block ahead. Masters, gradients
-and moments are float32 and sharded: 16 bytes a parameter, divided by the ranks; by count, 128 experts leave
-no room for activations on 8 GPUs of 141 GB. Without checkpoints; train_moe.py shows them.
+Differs from moe_47b.py in the parallelism alone: model functions, first values, data, routing and learning
+rates are the same. Every rank computes all experts for its own tokens, with weights that are gathered a block
+ahead. Masters, gradients and moments are float32 and sharded: 16 bytes a parameter, divided by the ranks; so
+128 experts leave no room for activations on 8 GPUs of 141 GB. Without checkpoints; train_moe.py shows them.
 """
 
 import os
@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard
 import moekit as mk
 from moekit import config, corpora, data, dryrun, layouts, plan, tracking
 from moekit.mesh import data_mesh, data_rank
-from moekit.params import draw_slab
+from moekit.params import draw_slab, param_dtype
 from moekit.tree import has_values
 
 # --- Config ---------------------------------------------------------------------------
@@ -70,6 +70,7 @@ if cfg.toy:
     cfg = replace(cfg, seq_len=min(cfg.seq_len, 128), n_steps=min(cfg.n_steps, 10))
 layout = layouts.check_recipe(model, cfg)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
+dtype = torch.float32 if cfg.toy else torch.bfloat16
 
 # --- The model's functions as modules, which FSDP gathers and frees -------------------
 
@@ -130,7 +131,6 @@ class Model(Unit):
 
 def shard(net, mesh):
     """Shard every block, and what stands before and behind them; gather each during the one before."""
-    dtype = torch.float32 if cfg.toy else torch.bfloat16
     bf16 = MixedPrecisionPolicy(dtype, dtype, cast_forward_inputs=False)  # RoPE tables stay float32
     layers, dp = list(net.layers.values()), data_mesh(mesh)
 
@@ -168,6 +168,7 @@ def draw(net):
         first = rank * -(-len(p) // n_ranks) if dim == 0 else 0
         for i in range(len(rows)):
             row = draw_slab(cfg.seed, name, first + i, p.shape[1:]).mul_(model.init_std)
+            row = row.to(param_dtype(name, dtype))  # rounded as moe_47b.py's
             rows[i] = row if dim == 0 else row.chunk(n_ranks)[rank]
 
 
@@ -200,7 +201,8 @@ def build():
             shares.append(stats)
         if cfg.optimize:
             nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-            adamw.param_groups[0]["lr"] = lr(torch.tensor(step - 1, device=device))
+            rate = lr(torch.tensor(step - 1))  # as a number: AdamW takes a tensor through memory of the host
+            adamw.param_groups[0]["lr"] = rate.item() if has_values(rate) else cfg.lr
             adamw.step()
             held["state"] = list(adamw.state.values())
         adamw.zero_grad()

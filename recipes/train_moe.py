@@ -6,7 +6,7 @@ r"""Train any Mixture-of-Experts preset, or an OLMoE from Hugging Face, on text 
     srun torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d \
         --rdzv-endpoint $HEAD:29500 recipes/train_moe.py --preset small --ep 8 --tokens data/
 
-Differs from quickstart.py in where the model and the tokens come from.
+With --dry-run, on fake ranks. Differs from quickstart.py in where the model and the tokens come from.
 """
 
 from dataclasses import dataclass, replace

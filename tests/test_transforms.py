@@ -375,3 +375,45 @@ def test_unknown_parts_are_refused():
         mk.remat(block, "first")
     with refuses("remat needs parts of the block, ['first', 'second'], got ['attention', 'third']"):
         mk.remat(block, ["third", "first", "attention"])(tree(), X, calls=[])
+
+
+@pytest.mark.parametrize("over", ["accumulate", "pipeline"])
+def test_aux_is_added_by_name_and_other_names_or_shapes_are_refused(over):
+    params, batch = TensorDict({"w": torch.ones(1)}), {"x": torch.ones(2, 1)}
+
+    def run(*auxes):
+        left = list(auxes)
+
+        def loss(params, part):
+            return (part["x"] * params["w"]).sum(), left.pop(0)
+
+        if over == "accumulate":
+            return mk.accumulate(mk.value_and_grad(loss, has_aux=True), 2)(params, batch)[0][1]
+        stage = lambda params, x, part: (None, *loss(params, part))  # noqa: E731
+        return mk.pipeline([stage], schedule=mk.schedules.gpipe(1, 2), boundary=lambda part: torch.empty(1))(
+            params, batch
+        )[0][1]
+
+    a, b = torch.tensor(1.0), torch.tensor(10.0)
+    assert run({"a": a, "b": b}, {"b": b, "a": a}) == {"a": 2.0, "b": 20.0}
+    for other in ({"a": a, "c": b}, {"a": a}, {"a": a, "b": torch.ones(3)}):
+        with pytest.raises(ValueError, match="needs aux of the same names and shapes"):
+            run({"a": a, "b": b}, other)
+
+
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [
+        ((None, torch.ones(())), r"needs \(y, loss, aux\) of each stage, stage 0 returned tuple"),
+        (None, r"stage 0 returned NoneType"),
+        ((None, 1.0, {}), "needs a 0-d loss tensor, stage 0 returned float"),
+        ((None, torch.ones(1), {}), r"needs a 0-d loss tensor, stage 0 returned \(1,\) torch.float32"),
+        ((torch.ones(1), torch.ones(()), {}), r"needs y of stage 0 to be NoneType, .* got \(1,\)"),
+    ],
+)
+def test_a_stage_that_returns_something_else_is_told_what(out, says):
+    run = mk.pipeline(
+        [lambda *_: out], schedule=mk.schedules.gpipe(1, 1), boundary=lambda part: torch.empty(1)
+    )
+    with pytest.raises(ValueError, match=says):
+        run(TensorDict({"w": torch.ones(1)}), {"x": torch.ones(1, 1)})
