@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import wandb
 import wandb.errors
 from jaxtyping import Int
@@ -172,6 +173,8 @@ class Progress:
     ) -> None:
         """Print and log a step that is due, and only then wait for the device.
 
+        Peaks of memory are those of the fullest rank: on GPUs a step that is due is collective.
+
         Parameters
         ----------
         stats : mapping
@@ -199,9 +202,7 @@ class Progress:
                 figures["mfu"] = flops / self.peak_flops
                 speed += f"  MFU {figures['mfu']:.1%}"
         if torch.cuda.is_available():
-            memory = torch.cuda.memory_stats()
-            for kind in ("active", "reserved"):
-                figures[f"peak_{kind}_gib"] = memory[f"{kind}_bytes.all.peak"] / 2**30
+            figures |= _peak_memory()
             speed += "  peak {peak_active_gib:.1f} GiB active, {peak_reserved_gib:.1f} reserved".format(
                 **figures
             )
@@ -218,3 +219,14 @@ class Progress:
         start = time.perf_counter()
         yield
         self._began += time.perf_counter() - start
+
+
+def _peak_memory() -> dict[str, float]:
+    """Return the most that was active and reserved on any rank, in GiB."""
+    memory = torch.cuda.memory_stats()
+    peaks = {f"peak_{kind}_gib": memory[f"{kind}_bytes.all.peak"] / 2**30 for kind in ("active", "reserved")}
+    if not dist.is_initialized():
+        return peaks
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, peaks)
+    return {kind: max(of_rank[kind] for of_rank in of_ranks) for kind in peaks}

@@ -10,6 +10,7 @@ import torch
 import wandb
 
 from moekit import tracking
+from moekit.testing import ranks
 
 
 @dataclass(frozen=True)
@@ -122,3 +123,13 @@ def test_the_users_own_mode_is_kept(tmp_path):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_the_peak_memory_is_that_of_the_fullest_rank():
+    def peaks():
+        rank = torch.distributed.get_rank()
+        stats = {"active_bytes.all.peak": (3 - rank) * 2**30, "reserved_bytes.all.peak": (4 + rank) * 2**30}
+        torch.cuda.memory_stats = lambda: stats
+        return tracking._peak_memory()
+
+    assert ranks(2)(peaks) == [{"peak_active_gib": 3.0, "peak_reserved_gib": 5.0}] * 2
