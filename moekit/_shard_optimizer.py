@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from moekit.mesh import all_reduce, describe_place, place, ranks_of
 from moekit.optim import Optimizer, Scaled, check_names
-from moekit.tree import held, map_named, named, on_mesh
+from moekit.tree import held, in_turn, map_named, named, on_mesh
 
 
 def shard_optimizer(
@@ -324,6 +324,9 @@ def _ahead(
         if before:
             yield before[0], torch.ops._c10d_functional.wait_tensor(before[1])
         before = launched
+        if in_turn(launched[1]):
+            yield bucket, torch.ops._c10d_functional.wait_tensor(launched[1])
+            before = None
     if before:
         yield before[0], torch.ops._c10d_functional.wait_tensor(before[1])
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moekit.batch import split_batch
 from moekit.mesh import sum_over_ranks
-from moekit.tree import add_up, at_least_float32, held, map_named, named, nested, on_mesh
+from moekit.tree import add_up, at_least_float32, held, in_turn, map_named, named, nested, on_mesh
 
 OnGrad = Callable[[str, Tensor], Tensor | None]
 
@@ -285,6 +285,8 @@ class GradientSums:
         self.land()  # the one before, now that this one's collective is on its way
         if new is not None:
             self._in_flight.append((name, new))
+            if in_turn(new):
+                self.land()
 
     def land(self) -> None:
         """Add what is in flight."""

@@ -1,9 +1,7 @@
 """Layouts: all that is wrong is told at once, what is proposed works, and the memory is that of a dry run."""
 
 import math
-import os
 import re
-import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
@@ -354,13 +352,23 @@ def test_a_recipe_ends_with_what_is_wrong_and_what_its_own_options_could_be(monk
 # --- Command --------------------------------------------------------------------------
 
 
-def command(*args):
-    return subprocess.run(
-        [sys.executable, "-m", "moekit.plan", *args], capture_output=True, text=True, env=os.environ
-    )
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """``python -m moekit.plan`` with some arguments, in this process."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["moekit.plan", *args])
+        try:
+            code, says = plan.main() or 0, ""
+        except SystemExit as ended:
+            code, says = (1, ended.code) if isinstance(ended.code, str) else (ended.code, "")
+        printed = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err + says)
+
+    return run
 
 
-def test_the_command_prints_memory_bubble_and_what_fits():
+def test_the_command_prints_memory_bubble_and_what_fits(command):
     args = "ultra-128 --n-gpus 512 --pp 8 --n-per-rank 2 --ep 8 --batch-size 8192 --n-microbatches 128"
     done = command(*args.split(), "--recompute", "block")
     assert done.returncode == 0 and "1,200,484,519,680" in done.stdout and "bubble 2.7%" in done.stdout
@@ -370,7 +378,7 @@ def test_the_command_prints_memory_bubble_and_what_fits():
     assert len(done.stderr.splitlines()) == 1 and "ep=16 instead of 8" in done.stderr
 
 
-def test_the_command_without_a_layout_prints_what_it_did():
+def test_the_command_without_a_layout_prints_what_it_did(command):
     lines = command("tiny").stdout.splitlines()
     assert len(lines) == 4 and lines[-1].endswith("(forward and backward, 8192 positions)")
 
@@ -385,7 +393,7 @@ def test_the_command_without_a_layout_prints_what_it_did():
         ("--gpu a100", "--gpu needs one of ['b200', 'b300', 'h100', 'h200'], got 'a100'"),
     ],
 )
-def test_the_command_refuses_in_one_line(args, message):
+def test_the_command_refuses_in_one_line(command, args, message):
     done = command("tiny", *args.split())
     assert done.returncode and message in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1 and not done.stdout

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moekit as mk
+from moekit import transforms
 from moekit.tree import map_named
 
 
@@ -270,7 +271,8 @@ def test_batches_that_do_not_divide_and_numbers_below_one_are_refused():
         mk.accumulate(run, 0)
 
 
-def test_a_gradient_is_reduced_while_backward_makes_the_next_one():
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_gradient_is_reduced_while_backward_makes_the_next_one_but_not_on_cpus(one_by_one):
     class Collectives(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if any(issubclass(t, DTensor) for t in types):
@@ -285,12 +287,14 @@ def test_a_gradient_is_reduced_while_backward_makes_the_next_one():
         params = mk.mesh.distribute(tree(), mesh)
         optimizer = mk.shard_optimizer(mk.adamw(1e-3), reduce="micro_batch", mesh=mesh)
         loss = mk.value_and_grad(lambda p, x: loss_of(map_named(lambda _, leaf: mk.local(leaf), p), x))
-        with Collectives():
+        with Collectives(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transforms, "in_turn", lambda x: one_by_one)
             mk.accumulate(loss, 2, on_grad=optimizer.on_grad)(params, X)
         return calls
 
     reduce, wait = "reduce_scatter_tensor", "wait_tensor"
-    assert as_rank(order) == [reduce, reduce, wait, reduce, wait, wait] * 2
+    want = [reduce, wait] * 3 if one_by_one else [reduce, reduce, wait, reduce, wait, wait]
+    assert as_rank(order) == want * 2
 
 
 # --- One process ----------------------------------------------------------------------

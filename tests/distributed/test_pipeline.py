@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_refused():
     with refuses("pipeline needs a schedule of its 1 ranks and 2 stages, got one of 2 ranks and 2 stages"):
         one_process(config, stages, schedule=schedules.gpipe(2, 4))
     with refuses(
-        "pipeline needs y of stage 0 to be ((4, 6, 9), torch.float64), as boundary says, got ((4, 6, 8)"
+        "pipeline needs y of stage 0 to be (4, 6, 9) torch.float64, as boundary says, got (4, 6, 8)"
     ):
         one_process(config, stages, boundary=partial(empty, d=9))(params, BATCH)
     with refuses("split_batch needs n >= 1 that divides every leading dimension, got n=3"):
