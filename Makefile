@@ -1,13 +1,13 @@
 # make quickstart and make test are all a newcomer needs; both make the environment first (.venv, by pip).
 #   PYTHON=/path/to/python3.12   the interpreter for .venv (default: the first of python3.12, python3.11, python3 that works)
-#   PYTEST_ARGS="-n 2 -k moe"    more arguments for pytest (-n: workers of pytest-xdist, each with its own pool of ranks)
+#   PYTEST_ARGS="-n 4 -k moe"    arguments for pytest (-n: workers of pytest-xdist, each with its own pool of ranks; default -n 2)
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2
 QUICKSTART_ARGS ?= --resume
 # Version in range, and able to make environments: shims and stripped system Pythons fail this.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
