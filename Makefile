@@ -1,13 +1,13 @@
 # make quickstart and make test are all a newcomer needs; both make the environment first (.venv, by pip).
 #   PYTHON=/path/to/python3.12   the interpreter for .venv (default: the first of python3.12, python3.11, python3 that works)
-#   PYTEST_ARGS="-n 4 -k moe"    arguments for pytest (-n: workers of pytest-xdist, each with its own pool of ranks; default -n 2)
+#   PYTEST_ARGS="-n 4 -k moe"    arguments for pytest (-n: workers of pytest-xdist, each with its own pool of ranks; test: -n 2)
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?=
 QUICKSTART_ARGS ?= --resume
 # Version in range, and able to make environments: shims and stripped system Pythons fail this.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
@@ -37,7 +37,7 @@ quickstart: $(STAMP)  ## train a small byte-level MoE on this machine (QUICKSTAR
 	$(BIN)/python recipes/quickstart.py $(QUICKSTART_ARGS)
 
 test: $(STAMP)  ## the whole suite, without the long checks (soak) and those for a GPU (gpu)
-	$(BIN)/python -m pytest -m "not soak and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not soak and not gpu" $(or $(PYTEST_ARGS),-n 2)
 
 gpu: $(STAMP)  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m "gpu and not soak" $(PYTEST_ARGS)
