@@ -26,6 +26,11 @@ from moekit.tree import named
 
 Step = Callable[[], Mapping[str, Any] | None]
 Device = Literal["cuda", "cpu"]
+# What torch says of an operation that needs the values of a tensor that has none.
+_NO_VALUES = (
+    *("meta tensor", "Meta tensor", "meta device", 'device "meta"', "device meta"),
+    *("unallocated storage", "not allocated yet", "aten::equal", "aten::nonzero", "torch.nonzero"),
+)
 
 
 def run_ranks(
@@ -71,7 +76,7 @@ def _work(connection, call: bytes, rank: int, world_size: int, device: Device) -
         answer = True, _execute(pickle.loads(step_of_rank), rank, world_size, device)
     except BaseException as error:
         answer = False, traceback.format_exc()
-        if any(says in str(error).lower() for says in ("meta", "allocated", "aten::equal", "nonzero")):
+        if any(says in str(error) for says in _NO_VALUES):
             answer = False, f"{traceback.format_exc()}a dry run has no values to read"
     connection.send_bytes(pickle.dumps(answer))
 
