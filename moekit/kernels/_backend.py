@@ -1,0 +1,60 @@
+"""Which implementation runs, and Triton where it is installed."""
+
+import typing
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # kernels can still be defined, never launched
+    triton = None
+
+    class tl:  # type: ignore[no-redef]  # noqa: D101, N801
+        constexpr = None
+
+
+def jit(fn: Any) -> Any:
+    """Compile a kernel where Triton is installed; shape checks leave it alone."""
+    fn = typing.no_type_check(fn)
+    return fn if triton is None else triton.jit(fn)
+
+
+def use_triton(who: str, kernels: str, x: Tensor) -> bool:
+    """Say whether a function runs its Triton kernel on ``x``.
+
+    ``"auto"`` takes it on CUDA devices, in half precision and float32. ``"triton"`` insists; on a CPU it needs
+    Triton's interpreter (``TRITON_INTERPRET=1``), which tests use.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, and where ``"triton"`` cannot run.
+    """
+    if kernels not in ("auto", "torch", "triton"):
+        raise ValueError(f"{who} needs kernels 'auto', 'torch' or 'triton', got {kernels!r}")
+    if kernels == "torch":
+        return False
+    if kernels == "auto":
+        return triton is not None and on_cuda(x) and x.dtype != torch.float64
+    interpreted = triton is not None and triton.knobs.runtime.interpret
+    if triton is None or not (on_cuda(x) or interpreted):
+        has = "no Triton" if triton is None else f"a tensor on {x.device}"
+        raise ValueError(
+            f"{who} needs a CUDA device and Triton for kernels='triton', got {has}; take 'auto' or 'torch'"
+        )
+    if x.dtype == torch.float64:
+        raise ValueError(f"{who} needs kernels='torch' for float64, got 'triton'")
+    return True
+
+
+def on_cuda(x: Tensor) -> bool:
+    """Say whether ``x`` is on a CUDA device; a dry run puts what it stands for in this function's place."""
+    return x.is_cuda
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is at least ``n``, as block sizes are."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,171 @@
+"""SwiGLU: ``silu(gate) * up`` of the two halves of a row (Shazeer 2020, arXiv:2002.05202).
+
+The Triton kernels make one pass each: 3 values a hidden element forward and 6 backward. The backward makes
+the hidden rows again, so that nothing but ``gate_up`` need be kept, and takes the gradient of the row weights
+from the same pass.
+
+Axes: r rows, h hidden.
+"""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from moekit.kernels._backend import jit, next_power_of_2, tl, use_triton
+
+Weights = Float[Tensor, " r"] | None
+End = Int[Tensor, " e"] | None  # its last element is where valid rows end
+
+
+def swiglu(gate_up: Float[Tensor, "*n h2"], *, kernels: str = "auto") -> Float[Tensor, "*n h"]:
+    """Return ``silu(gate) * up`` of the two halves of the last dim. Pure and differentiable; keeps its input."""
+    if not use_triton("swiglu", kernels, gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+    return _SwiGLU.apply(gate_up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up):
+        ctx.save_for_backward(gate_up)
+        rows = gate_up.reshape(-1, gate_up.shape[-1])
+        return swiglu_forward(rows, None, None).view(*gate_up.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (gate_up,) = ctx.saved_tensors
+        rows, grad = gate_up.reshape(-1, gate_up.shape[-1]), grads[0].reshape(-1, grads[0].shape[-1])
+        return swiglu_backward(grad, rows, None, None)[0].view(gate_up.shape)
+
+
+def swiglu_forward(gate_up: Float[Tensor, "r h2"], weights: Weights, end: End, *, kernels: str = "auto"):
+    """Return the hidden rows (r, h), each times its weight; rows past the end are undefined. Not differentiable."""
+    if use_triton("swiglu_forward", kernels, gate_up):
+        return torch.ops.moekit.swiglu(gate_up, weights, end)
+    gate, up = gate_up.chunk(2, -1)
+    hidden = F.silu(gate) * up
+    return hidden if weights is None else (hidden * weights[:, None]).to(hidden.dtype)
+
+
+def swiglu_backward(
+    grad: Float[Tensor, "r h"],
+    gate_up: Float[Tensor, "r h2"],
+    weights: Weights,
+    end: End,
+    *,
+    kernels: str = "auto",
+) -> tuple[Float[Tensor, "r h2"], Float[Tensor, "r h"], Weights]:
+    """Return the gradient of ``gate_up``, the hidden rows that :func:`swiglu_forward` gave, and that of the weights.
+
+    Not differentiable. Rows past the end are undefined.
+    """
+    if use_triton("swiglu_backward", kernels, gate_up):
+        grad_gate_up, hidden, grad_weights = torch.ops.moekit.swiglu_backward(grad, gate_up, weights, end)
+        return grad_gate_up, hidden, None if weights is None else grad_weights
+    leaves = [gate_up.detach().requires_grad_()]
+    if weights is not None:
+        leaves.append(weights.detach().requires_grad_())
+    with torch.enable_grad():
+        hidden = swiglu_forward(leaves[0], None if weights is None else leaves[1], end, kernels="torch")
+    grads = torch.autograd.grad(hidden, leaves, grad)
+    return grads[0], hidden.detach(), grads[1] if weights is not None else None
+
+
+@torch.library.custom_op("moekit::swiglu", mutates_args=())
+def _forward_op(gate_up: Tensor, weights: Tensor | None, end: Tensor | None) -> Tensor:
+    gate_up = gate_up.contiguous()
+    hidden = _hidden_like(gate_up, weights, end)
+    r, h = hidden.shape
+    if hidden.numel():
+        block = min(next_power_of_2(h), 2048)
+        _forward[(r, -(-h // block))](
+            gate_up, weights, end, hidden, h, 0 if end is None else len(end), BLOCK=block
+        )
+    return hidden
+
+
+@_forward_op.register_fake
+def _hidden_like(gate_up, weights, end):
+    return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+
+
+@torch.library.custom_op("moekit::swiglu_backward", mutates_args=())
+def _backward_op(
+    grad: Tensor, gate_up: Tensor, weights: Tensor | None, end: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    gate_up, grad = gate_up.contiguous(), grad.contiguous()
+    grad_gate_up, hidden, grad_weights = _gradients_like(grad, gate_up, weights, end)
+    r, h = hidden.shape
+    if hidden.numel():
+        block = min(next_power_of_2(h), 1024)
+        _backward[(r,)](
+            *(grad, gate_up, weights, end, grad_gate_up, hidden, grad_weights),
+            *(h, 0 if end is None else len(end)),
+            BLOCK=block,
+        )
+    return grad_gate_up, hidden, grad_weights
+
+
+@_backward_op.register_fake
+def _gradients_like(grad, gate_up, weights, end):
+    grad_weights = gate_up.new_empty(len(gate_up) if weights is not None else 0, dtype=torch.float32)
+    return torch.empty_like(gate_up), gate_up.new_empty(grad.shape), grad_weights
+
+
+@jit
+def _forward(gate_up, weights, end, hidden, h: tl.constexpr, n_ends, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if end is not None:
+        if row >= tl.load(end + n_ends - 1):
+            return
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < h
+    gate = tl.load(gate_up + row * 2 * h + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * h + h + column, mask=inside, other=0.0).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up
+    if weights is not None:
+        out *= tl.load(weights + row)
+    tl.store(hidden + row * h + column, out.to(hidden.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(
+    grad,
+    gate_up,
+    weights,
+    end,
+    grad_gate_up,
+    hidden,
+    grad_weights,
+    h: tl.constexpr,
+    n_ends,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if end is not None:
+        if row >= tl.load(end + n_ends - 1):
+            return
+    weight = 1.0
+    if weights is not None:
+        weight = tl.load(weights + row)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, h, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < h
+        gate = tl.load(gate_up + row * 2 * h + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * h + h + column, mask=inside, other=0.0).to(tl.float32)
+        grad_out = tl.load(grad + row * h + column, mask=inside, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        out = silu * up
+        total += grad_out * out
+        grad_out *= weight
+        grad_gate = grad_out * up * (sigmoid + silu * (1 - sigmoid))
+        kind = hidden.dtype.element_ty
+        tl.store(grad_gate_up + row * 2 * h + column, grad_gate.to(kind), mask=inside)
+        tl.store(grad_gate_up + row * 2 * h + h + column, (grad_out * silu).to(kind), mask=inside)
+        tl.store(hidden + row * h + column, (out * weight).to(kind), mask=inside)
+    if weights is not None:
+        tl.store(grad_weights + row, tl.sum(total))
