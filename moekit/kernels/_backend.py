@@ -9,10 +9,11 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor as TensorDescriptor
 except ImportError:  # kernels can still be defined, never launched
-    triton = None
+    triton = TensorDescriptor = None  # type: ignore[assignment]
 
-    class tl:  # type: ignore[no-redef]  # noqa: D101, N801
+    class tl:  # type: ignore[no-redef]
         constexpr = None
 
 
@@ -25,8 +26,8 @@ def jit(fn: Any) -> Any:
 def use_triton(who: str, kernels: str, x: Tensor) -> bool:
     """Say whether a function runs its Triton kernel on ``x``.
 
-    ``"auto"`` takes it on CUDA devices, in half precision and float32. ``"triton"`` insists; on a CPU it needs
-    Triton's interpreter (``TRITON_INTERPRET=1``), which tests use.
+    ``"auto"`` takes it on CUDA devices, but for float64. ``"triton"`` insists; on a CPU it needs Triton's
+    interpreter (``TRITON_INTERPRET=1``), which tests use.
 
     Raises
     ------
@@ -58,3 +59,8 @@ def on_cuda(x: Tensor) -> bool:
 def next_power_of_2(n: int) -> int:
     """Return the least power of two that is at least ``n``, as block sizes are."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def elementwise(kernels: str) -> str:
+    """Return what operations beside the grouped GEMMs use, given what a model is told for those."""
+    return {"quack": "auto", "loop": "torch"}.get(kernels, kernels)
