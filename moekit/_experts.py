@@ -76,7 +76,7 @@ def expert_forward(
         ends = torch.cat([offsets.new_zeros(1), offsets, offsets.new_tensor([len(rows)])])
         needs = f"offsets that ascend from 0 to at most the {len(rows)} rows"
         check_values((ends.diff() >= 0).all(), "expert_forward", needs, offsets.tolist)
-    products = choose_products("expert_forward", kernels, rows, gate_up)
+    products = choose_products("expert_forward", kernels, len(rows), gate_up)
     if products.elementwise == "triton":
         return _Experts.apply(rows, None, gate_up, down, offsets, None, products)
     if products.forward == "loop":

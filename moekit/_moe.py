@@ -55,7 +55,7 @@ def moe(
     """
     routing = route(params["router"], x, top_k=top_k, kernels=elementwise(kernels), **route_options)
     experts = params["experts"]
-    products = choose_products("moe", kernels, x, local(experts["gate_up"]))
+    products = choose_products("moe", kernels, len(x) * top_k, local(experts["gate_up"]))
     if products.elementwise == "triton" and via in (None, "local") and (mesh is None or mesh.size() == 1):
         slots = expert_slots(routing.expert_ids, routing.n_experts)
         offsets = routing.counts.cumsum(0).int()

@@ -30,15 +30,17 @@ def grouped_mm(
     ----------
     weights : Float[Tensor, "E K N"]
         Contiguous in one of its last two dims.
-    kernels : {"torch", "triton", "loop"}
-        ``torch.nn.functional.grouped_mm``; one persistent Triton kernel; or the loop over groups that defines
-        the result, for any dtype, which reads the offsets on the host.
+    kernels : {"torch", "triton", "quack", "loop"}
+        ``torch.nn.functional.grouped_mm``; one persistent Triton kernel; that of quack-kernels; or the loop
+        over groups that defines the result, for any dtype, which reads the offsets on the host.
     """
     if kernels == "loop":
         parts = [group @ w for group, w in zip(_groups(rows, offsets), weights, strict=True)]
         return torch.cat([*parts, rows.new_zeros(len(rows) - sum(map(len, parts)), weights.shape[-1])])
     if kernels == "triton" and use_triton("grouped_mm", kernels, rows):
         return torch.ops.moekit.grouped_mm(rows, weights, offsets)
+    if kernels == "quack":
+        return torch.ops.moekit.quack_mm(rows, weights, offsets)
     return F.grouped_mm(rows, weights, offs=offsets)
 
 
@@ -57,12 +59,17 @@ def grouped_weight_grad(
     into : Float[Tensor, "E K N"], optional
         A buffer, float32 say, to which the products are added in its dtype; then nothing is returned.
     kernels
-        As for :func:`grouped_mm`. Triton's adds before it rounds; the others add the rounded product.
+        As for :func:`grouped_mm`. Triton's and quack's add before they round; the others add the rounded
+        product.
     """
     if kernels == "triton" and use_triton("grouped_weight_grad", kernels, rows):
         if into is not None:
             return torch.ops.moekit.grouped_weight_grad_into(rows, grad, offsets, into)
         return torch.ops.moekit.grouped_weight_grad(rows, grad, offsets)
+    if kernels == "quack":
+        if into is not None:
+            return torch.ops.moekit.quack_weight_grad_into(rows, grad, offsets, into)
+        return torch.ops.moekit.quack_weight_grad(rows, grad, offsets)
     if kernels == "loop":
         pairs = zip(_groups(rows, offsets), _groups(grad, offsets), strict=True)
         product = torch.stack([x.T @ y for x, y in pairs])
@@ -80,8 +87,6 @@ def _groups(rows: Tensor, offsets: Tensor) -> list[Tensor]:
 
 BLOCK_M, BLOCK_N = 128, 256  # of a tile of the result
 BLOCK_BYTES = 128  # of what is summed over, a step
-OPTIONS = dict(num_warps=8, num_stages=3)
-PER_SM = 1
 
 
 @torch.library.custom_op("moekit::grouped_mm", mutates_args=())
@@ -97,14 +102,15 @@ def _grouped_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         return out
     block_k = BLOCK_BYTES // rows.element_size()
     tile = [BLOCK_N, block_k] if transposed else [block_k, BLOCK_N]
-    _multiply[(_n_programs(rows.device) * PER_SM,)](
+    _multiply[(_n_programs(rows.device),)](
         TensorDescriptor.from_tensor(rows, [BLOCK_M, block_k]),
+        TensorDescriptor.from_tensor(rows, [BLOCK_M // 2, block_k]),
         TensorDescriptor.from_tensor(weights.flatten(0, 1), tile),
         TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N]),
         *(out, offsets),
         **dict(n_groups=e, K=k, N=n, TRANSPOSED=transposed),
         **dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=block_k),
-        **OPTIONS,
+        **dict(num_warps=8, num_stages=3),
     )
     return out
 
@@ -143,15 +149,54 @@ def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor
         raise ValueError(f"grouped_weight_grad needs a contiguous buffer, got strides {out.stride()}")
     if not len(rows):
         return None if add else out.zero_() and None
-    block_r = BLOCK_BYTES // rows.element_size()
-    _multiply_transposed[(_n_programs(rows.device) * PER_SM,)](
-        TensorDescriptor.from_tensor(rows, [block_r, BLOCK_M]),
-        TensorDescriptor.from_tensor(grad, [block_r, BLOCK_N]),
-        *(out, offsets),
+    _multiply_transposed[(_n_programs(rows.device),)](
+        *(rows, grad, out, offsets),
         **dict(n_groups=e, K=k, N=n, ADD=add),
-        **dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=block_r),
-        **OPTIONS,
+        **dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_BYTES // rows.element_size()),
+        **dict(num_warps=8, num_stages=3),
     )
+
+
+# quack-kernels wants offsets with a leading 0, and the operands of a weight's gradient as columns.
+
+
+@torch.library.custom_op("moekit::quack_mm", mutates_args=())
+def _quack_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    from quack.gemm_interface import gemm
+
+    out = _product_like(rows, weights, offsets)
+    return (
+        gemm(rows, weights, out=out, cu_seqlens_m=F.pad(offsets, (1, 0)), tuned=False) if len(rows) else out
+    )
+
+
+_quack_mm_op.register_fake(_product_like)
+
+
+@torch.library.custom_op("moekit::quack_weight_grad", mutates_args=())
+def _quack_weight_grad_op(rows: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    from quack.gemm_interface import gemm
+
+    out = _weight_grad_like(rows, grad, offsets)
+    if not len(rows):
+        return out.zero_()
+    return gemm(rows.T, grad, out=out, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
+
+
+_quack_weight_grad_op.register_fake(_weight_grad_like)
+
+
+@torch.library.custom_op("moekit::quack_weight_grad_into", mutates_args=("into",))
+def _quack_weight_grad_into_op(rows: Tensor, grad: Tensor, offsets: Tensor, into: Tensor) -> None:
+    from quack.gemm_interface import gemm_add_inplace
+
+    if len(rows):
+        gemm_add_inplace(rows.T, grad, into, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
+
+
+@_quack_weight_grad_into_op.register_fake
+def _(rows, grad, offsets, into):
+    return None
 
 
 @functools.cache
@@ -173,39 +218,59 @@ def _place(tile, n_m, n_n, GROUP: tl.constexpr):
 
 @jit
 def _multiply(
-    a, b, c, c_pointer, offsets,
+    a, half_a, b, c, c_pointer, offsets,
     n_groups: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile, seen, start = tl.program_id(0), 0, 0
     n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    HALF: tl.constexpr = BLOCK_M // 2
     for e in range(n_groups):
         end = tl.load(offsets + e)
         n_m = (end - start + BLOCK_M - 1) // BLOCK_M
         while tile < seen + n_m * n_n:
             m, n = _place(tile - seen, n_m, n_n, 8)
             row, column = start + m * BLOCK_M, n * BLOCK_N
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for k in range(0, K, BLOCK_K):
-                x = a.load([row, k])  # zeros past K
-                if TRANSPOSED:
-                    y = b.load([e * N + column, k]).T
-                else:
-                    y = b.load([e * K + k, column])
-                    if K % BLOCK_K:  # where the next group's matrix begins
-                        y = tl.where((k + tl.arange(0, BLOCK_K) < K)[:, None], y, 0.0)
-                total = tl.dot(x, y, total, input_precision="ieee")
-            out = total.to(c.dtype)
             if row + BLOCK_M <= end:
-                c.store([row, column], out)
-            else:
-                at = row + tl.arange(0, BLOCK_M)
-                columns = column + tl.arange(0, BLOCK_N)
-                place = c_pointer + at.to(tl.int64)[:, None] * N + columns[None, :]
-                tl.store(place, out, mask=(at < end)[:, None] & (columns < N)[None, :])
+                out = _tile(a, b, e, row, column, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K)
+                c.store([row, column], out.to(c.dtype))
+            elif row + HALF < end:
+                out = _tile(a, b, e, row, column, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K)
+                _store_until(c_pointer, out, row, end, column, N, BLOCK_M, BLOCK_N)
+            else:  # a group's last rows seldom fill a tile
+                half = _tile(half_a, b, e, row, column, K, N, TRANSPOSED, HALF, BLOCK_N, BLOCK_K)
+                _store_until(c_pointer, half, row, end, column, N, HALF, BLOCK_N)
             tile += tl.num_programs(0)
         seen += n_m * n_n
         start = end
+
+
+@jit
+def _tile(
+    a, b, e, row, column,
+    K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of the rows times matrix e, in float32."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x = a.load([row, k])  # zeros past K
+        if TRANSPOSED:
+            y = b.load([e * N + column, k]).T
+        else:
+            y = b.load([e * K + k, column])
+            if K % BLOCK_K:  # where the next group's matrix begins
+                y = tl.where((k + tl.arange(0, BLOCK_K) < K)[:, None], y, 0.0)
+        total = tl.dot(x, y, total, input_precision="ieee")
+    return total
+
+
+@jit
+def _store_until(c, tile, row, end, column, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store a tile's rows that belong to its group."""
+    at, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    place = c + at.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(place, tile.to(c.dtype.element_ty), mask=(at < end)[:, None] & (columns < N)[None, :])
 
 
 @jit
@@ -218,20 +283,17 @@ def _multiply_transposed(
     n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     for tile in range(tl.program_id(0), n_groups * n_m * n_n, tl.num_programs(0)):
         e = tile // (n_m * n_n)
-        m, n = _place(tile % (n_m * n_n), n_m, n_n, 8)
+        m, n = _place(tile % (n_m * n_n), n_m, n_n, 16)
         start = tl.load(offsets + e - 1, mask=e > 0, other=0)
         end = tl.load(offsets + e)
-        whole = start + (end - start) // BLOCK_R * BLOCK_R
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for row in range(start, whole, BLOCK_R):
-            x, y = a.load([row, m * BLOCK_M]), b.load([row, n * BLOCK_N])
-            total = tl.dot(x.T, y, total, input_precision="ieee")
-        if whole < end:
-            inside = (whole + tl.arange(0, BLOCK_R) < end)[:, None]
-            x = tl.where(inside, a.load([whole, m * BLOCK_M]), 0.0)
-            y = tl.where(inside, b.load([whole, n * BLOCK_N]), 0.0)
-            total = tl.dot(x.T, y, total, input_precision="ieee")
         at, columns = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for first in range(start, end, BLOCK_R):
+            row = first + tl.arange(0, BLOCK_R)
+            inside, row = (row < end)[:, None], row.to(tl.int64)[:, None]
+            x = tl.load(a + row * K + at[None, :], mask=inside & (at < K)[None, :], other=0.0)
+            y = tl.load(b + row * N + columns[None, :], mask=inside & (columns < N)[None, :], other=0.0)
+            total = tl.dot(x.T, y, total, input_precision="ieee")
         place = out + e.to(tl.int64) * K * N + at.to(tl.int64)[:, None] * N + columns[None, :]
         mask = (at < K)[:, None] & (columns < N)[None, :]
         if ADD:

@@ -273,7 +273,7 @@ def _scatter(x, slots, rows, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.constex
     value = tl.load(x + token * d + column, mask=column < d)
     for j in tl.static_range(k):
         slot = tl.load(slots + token * k + j)
-        tl.store(rows + slot * d + column, value, mask=column < d)
+        tl.store(rows + slot * d + column, value, mask=column < d, cache_modifier=".cs")
 
 
 @jit
