@@ -165,9 +165,9 @@ def _quack_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     from quack.gemm_interface import gemm
 
     out = _product_like(rows, weights, offsets)
-    return (
-        gemm(rows, weights, out=out, cu_seqlens_m=F.pad(offsets, (1, 0)), tuned=False) if len(rows) else out
-    )
+    if len(rows):
+        gemm(rows, weights, out=out, cu_seqlens_m=F.pad(offsets, (1, 0)), tuned=False)
+    return out
 
 
 _quack_mm_op.register_fake(_product_like)
@@ -180,7 +180,8 @@ def _quack_weight_grad_op(rows: Tensor, grad: Tensor, offsets: Tensor) -> Tensor
     out = _weight_grad_like(rows, grad, offsets)
     if not len(rows):
         return out.zero_()
-    return gemm(rows.T, grad, out=out, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
+    gemm(rows.T, grad, out=out, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
+    return out
 
 
 _quack_weight_grad_op.register_fake(_weight_grad_like)
