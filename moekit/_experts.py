@@ -15,7 +15,7 @@ from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 from moekit.kernels.permute import gather_sum, scatter
 from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from moekit.mesh import local
-from moekit.tree import check_values
+from moekit.tree import check_values, held
 
 Kernels = Literal["auto", "torch", "triton", "quack", "loop"]
 
@@ -27,6 +27,7 @@ def expert_forward(
     *,
     activation: Literal["swiglu"] = "swiglu",
     kernels: Kernels = "auto",
+    grad_into: TensorDict | Mapping[str, Tensor] | None = None,
 ) -> Float[Tensor, "r d"]:
     """Apply each expert of this rank to its own rows: ``down(silu(gate x) * up x)``.
 
@@ -46,6 +47,10 @@ def expert_forward(
     kernels : {"auto", "torch", "triton", "quack", "loop"}
         See :func:`moekit.kernels.choose_products`. ``"loop"`` defines the result, for any dtype, and reads
         the offsets on the host; the others need ``d`` and ``h`` to be multiples of 16 bytes.
+    grad_into : TensorDict, optional
+        ``gate_up`` and ``down``: buffers of the shapes of ``experts``, float32 say, to which the backward
+        adds the weights' gradients, inside the kernels of ``"triton"`` and ``"quack"``; autograd then sees
+        none. See :func:`moekit.accumulate`.
 
     Returns
     -------
@@ -77,8 +82,9 @@ def expert_forward(
         needs = f"offsets that ascend from 0 to at most the {len(rows)} rows"
         check_values((ends.diff() >= 0).all(), "expert_forward", needs, offsets.tolist)
     products = choose_products("expert_forward", kernels, len(rows), gate_up)
-    if products.elementwise == "triton":
-        return _Experts.apply(rows, None, gate_up, down, offsets, None, products)
+    if products.elementwise == "triton" or grad_into is not None:
+        into = _buffers(grad_into, experts)
+        return _Experts.apply(rows, None, gate_up, down, offsets, None, products, into)
     if products.forward == "loop":
         hidden = swiglu(grouped_mm(rows, gate_up, offsets, kernels="loop"), kernels="torch")
         return grouped_mm(hidden, down, offsets, kernels="loop")
@@ -94,6 +100,7 @@ def experts_over_tokens(
     offsets: Int[Tensor, " e"],
     *,
     products: Products,
+    grad_into: TensorDict | Mapping[str, Tensor] | None = None,
 ) -> Float[Tensor, "t d"]:
     """Return what dispatch, :func:`expert_forward` and combine do on one rank, keeping one product and ``x``.
 
@@ -102,7 +109,22 @@ def experts_over_tokens(
     from ``x``; a combine that weighs what the experts return would have to keep it.
     """
     gate_up, down = local(experts["gate_up"]), local(experts["down"])
-    return _Experts.apply(x, weights, gate_up, down, offsets, slots, products)
+    into = _buffers(grad_into, experts)
+    return _Experts.apply(x, weights, gate_up, down, offsets, slots, products, into)
+
+
+def _buffers(grad_into: Mapping[str, Tensor] | None, experts: Mapping[str, Tensor]) -> tuple:
+    """Return what this rank holds of the buffers for gate_up and down, or None for both."""
+    if grad_into is None:
+        return None, None
+    names = ("gate_up", "down")
+    for name in names:
+        if name not in grad_into.keys() or grad_into[name].shape != experts[name].shape:
+            got = tuple(grad_into[name].shape) if name in grad_into.keys() else None
+            raise ValueError(
+                f"expert_forward needs grad_into with {name} {tuple(experts[name].shape)}, got {got}"
+            )
+    return tuple(held(grad_into[name]) for name in names)
 
 
 class _Experts(torch.autograd.Function):
@@ -111,42 +133,41 @@ class _Experts(torch.autograd.Function):
     gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
 
     @staticmethod
-    def forward(ctx, x, weights, gate_up, down, offsets, slots, products):
-        rows = x if slots is None else scatter(x, slots)
+    def forward(ctx, x, weights, gate_up, down, offsets, slots, products, into):
+        kind = products.elementwise
+        rows = x if slots is None else scatter(x, slots, kernels=kind)
         gated = grouped_mm(rows, gate_up, offsets, kernels=products.forward)
         del rows
         if slots is not None:
             weights = _by_row(weights, slots)
-        hidden = swiglu_forward(gated, weights, offsets)
+        hidden = swiglu_forward(gated, weights, offsets, kernels=kind)
         out = grouped_mm(hidden, down, offsets, kernels=products.forward)
         ctx.save_for_backward(x, weights, gate_up, down, offsets, slots, gated)
-        ctx.products = products
-        return out if slots is None else gather_sum(out, slots)
+        ctx.products, ctx.into = products, into
+        return out if slots is None else gather_sum(out, slots, kernels=kind)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weights, gate_up, down, offsets, slots, gated = ctx.saved_tensors
-        _, input_grad, weight_grad, _ = ctx.products
-        grad = grad.contiguous() if slots is None else scatter(grad, slots)
+        ctx.maybe_clear_saved_tensors()  # each goes with its last use below
+        _, input_grad, weight_grad, kind = ctx.products
+        into_gate_up, into_down = ctx.into
+        grad = grad.contiguous() if slots is None else scatter(grad, slots, kernels=kind)
         grad_hidden = grouped_mm(grad, down.mT, offsets, kernels=input_grad)
-        grad_gated, hidden, grad_weights = swiglu_backward(grad_hidden, gated, weights, offsets)
+        grad_gated, hidden, grad_weights = swiglu_backward(grad_hidden, gated, weights, offsets, kernels=kind)
         del grad_hidden, gated
-        grad_down = grouped_weight_grad(hidden, grad, offsets, kernels=weight_grad)
+        grad_down = grouped_weight_grad(hidden, grad, offsets, into=into_down, kernels=weight_grad)
         del hidden, grad
-        rows = x if slots is None else scatter(x, slots)
-        grad_gate_up = grouped_weight_grad(rows, grad_gated, offsets, kernels=weight_grad)
+        rows = x if slots is None else scatter(x, slots, kernels=kind)
+        grad_gate_up = grouped_weight_grad(rows, grad_gated, offsets, into=into_gate_up, kernels=weight_grad)
         del rows
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grouped_mm(grad_gated, gate_up.mT, offsets, kernels=input_grad)
+        grad_x = grouped_mm(grad_gated, gate_up.mT, offsets, kernels=input_grad)
+        del grad_gated
         if slots is not None:
             assert grad_weights is not None
-            grad_x, grad_weights = (
-                grad_x if grad_x is None else gather_sum(grad_x, slots),
-                grad_weights[slots],
-            )
-        return grad_x, grad_weights, grad_gate_up, grad_down, None, None, None
+            grad_x, grad_weights = gather_sum(grad_x, slots, kernels=kind), grad_weights[slots]
+        return grad_x, grad_weights, grad_gate_up, grad_down, None, None, None, None
 
 
 def _by_row(weights: Float[Tensor, "t k"], slots: Int[Tensor, "t k"]) -> Float[Tensor, " r"]:

@@ -26,6 +26,7 @@ def moe(
     top_k: int,
     via: str | Transport | None = None,
     kernels: Kernels = "auto",
+    grad_into: TensorDict | Mapping[str, Tensor] | None = None,
     mesh: DeviceMesh | None = None,
     **route_options: Any,
 ) -> tuple[Float[Tensor, "t d"], Routing]:
@@ -44,7 +45,7 @@ def moe(
         As for :func:`moekit.route`.
     via, mesh
         As for :func:`moekit.dispatch`.
-    kernels
+    kernels, grad_into
         As for :func:`moekit.expert_forward`.
 
     Returns
@@ -59,10 +60,13 @@ def moe(
     if products.elementwise == "triton" and via in (None, "local") and (mesh is None or mesh.size() == 1):
         slots = expert_slots(routing.expert_ids, routing.n_experts)
         offsets = routing.counts.cumsum(0).int()
-        y = experts_over_tokens(experts, x, slots, routing.weights, offsets, products=products)
+        y = experts_over_tokens(
+            experts, x, slots, routing.weights, offsets, products=products, grad_into=grad_into
+        )
     else:
         sent = dispatch(x, routing, via=via, mesh=mesh)
-        y = combine(expert_forward(experts, sent.rows, sent.offsets, kernels=kernels), sent)
+        rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, grad_into=grad_into)
+        y = combine(rows, sent)
     if "shared" in params.keys():
         y = y + feed_forward(params["shared"], x, kernels=elementwise(kernels))
     return y, routing
@@ -94,6 +98,7 @@ class _FeedForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, gated, gate_up, down = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # each goes with its last use below
         grad = grad.flatten(0, -2)
         grad_gated, hidden, _ = swiglu_backward(grad @ down.mT, gated, None, None)
         del gated

@@ -251,6 +251,7 @@ def forward(
     assignment: Assignment = "top_k",
     via: str | Transport | None = None,
     kernels: Kernels = "auto",
+    grad_into: Params | None = None,
     block: Callable = transformer_block,
     attention_via: AttentionVia | None = None,
     context: DeviceMesh | None = None,
@@ -282,6 +283,8 @@ def forward(
         As for :func:`moekit.route`; the key of each layer is ``fold_in(key, layer)``.
     via, kernels
         As for :func:`moekit.dispatch` and :func:`moekit.expert_forward`.
+    grad_into : TensorDict, optional
+        Buffers under the names of experts' parameters, for :func:`moekit.expert_forward`.
     block : callable
         Applied to each layer; ``moekit.remat(moekit.model.transformer_block)`` recomputes it in backward.
     attention_via : {"all_to_all", "all_gather"}, optional
@@ -350,6 +353,8 @@ def forward(
                 kernels=kernels,
                 mesh=None if mesh is None else mesh["ep"],
             )
+            if grad_into is not None:
+                options["grad_into"] = grad_into["layers"][str(i)]["moe"]["experts"]
         hidden, routing = block(
             params["layers"][str(i)], hidden, config=config, rope=rope, mask=mask, **options
         )
@@ -366,6 +371,11 @@ def _embed(params: Params, tokens: Tensor, config: ModelConfig) -> Tensor:
     if "embedding_norm" not in params.keys():
         return x
     return rms_norm(x * config.d_model**0.5, params["embedding_norm"], config.norm_eps)
+
+
+def is_expert(name: str) -> bool:
+    """Say whether a parameter of this name is one of the experts' matrices; for ``accumulate(straight=)``."""
+    return ".experts." in name
 
 
 def head_weight(params: Params) -> Float[Tensor, "d v"]:

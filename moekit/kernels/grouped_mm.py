@@ -75,7 +75,9 @@ def grouped_weight_grad(
         product = torch.stack([x.T @ y for x, y in pairs])
     else:
         product = F.grouped_mm(rows.T, grad, offs=offsets)
-    return product if into is None else into.add_(product) and None
+    if into is None:
+        return product
+    into.add_(product)
 
 
 def _groups(rows: Tensor, offsets: Tensor) -> list[Tensor]:
@@ -148,7 +150,9 @@ def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor
     if not out.is_contiguous():
         raise ValueError(f"grouped_weight_grad needs a contiguous buffer, got strides {out.stride()}")
     if not len(rows):
-        return None if add else out.zero_() and None
+        if not add:
+            out.zero_()
+        return
     _multiply_transposed[(_n_programs(rows.device),)](
         *(rows, grad, out, offsets),
         **dict(n_groups=e, K=k, N=n, ADD=add),
