@@ -16,11 +16,11 @@ from moekit.kernels._backend import jit, next_power_of_2, on_cuda, tl, use_trito
 def router_logits(x: Float[Tensor, "t d"], router: Float[Tensor, "d E"]) -> Float[Tensor, "t E"]:
     """Return ``x @ router`` in float32 at least. Pure and differentiable.
 
-    Products of bfloat16 are exact in float32, so on CUDA bfloat16 operands go to the tensor cores as they
-    are, and the sums are float32. The backward gives them the float32 gradient as a sum of two bfloat16,
-    which keeps 16 of its bits.
+    For bfloat16 tokens on CUDA a float32 router is written as a sum of three bfloat16, which has all its 24
+    bits: tensor cores multiply those exactly and add in float32. The backward splits the float32 gradient in
+    two, which keeps 16 bits of it.
     """
-    if x.dtype == router.dtype == torch.bfloat16 and on_cuda(x):
+    if x.dtype == torch.bfloat16 and router.dtype in (torch.bfloat16, torch.float32) and on_cuda(x):
         return _Logits.apply(x, router)
     wide = torch.promote_types(torch.promote_types(x.dtype, router.dtype), torch.float32)
     with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):  # which would round them
@@ -33,17 +33,27 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, router):
         ctx.save_for_backward(x, router)
-        return torch.ops.moekit.mm_float32(x, router)
+        parts = _split(router, 1 if router.dtype == torch.bfloat16 else 3)
+        return sum(torch.ops.moekit.mm_float32(x, torch.cat(parts, 1)).chunk(len(parts), 1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, router = ctx.saved_tensors
-        high = grad.bfloat16()
-        parts = torch.cat([high, (grad - high).bfloat16()], 1)  # their sum is the gradient
-        grad_x = parts @ torch.cat([router, router], 1).mT if ctx.needs_input_grad[0] else None
-        by_part = torch.ops.moekit.mm_float32(x.mT, parts)
-        return grad_x, sum(by_part.chunk(2, 1)).to(router.dtype)
+        high, low = _split(grad, 2)
+        w_high, w_low = _split(router, 2)
+        grad_x = torch.cat([high, low, high], 1) @ torch.cat([w_high, w_high, w_low], 1).mT
+        by_part = torch.ops.moekit.mm_float32(x.mT, torch.cat([high, low], 1)).chunk(2, 1)
+        return grad_x, sum(by_part).to(router.dtype)
+
+
+def _split(x: Tensor, n: int) -> list[Tensor]:
+    """Return n bfloat16 tensors, each 8 more bits of ``x``, whose sum is ``x`` for n = 3."""
+    parts = []
+    for _ in range(n):
+        parts.append(x.bfloat16())
+        x = x - parts[-1]
+    return parts
 
 
 @torch.library.custom_op("moekit::mm_float32", mutates_args=())
@@ -188,7 +198,7 @@ def _choose(
     real = (expert < n_experts)[None, :]
     place = token[:, None] * n_experts + expert[None, :]
     inside = (token < t)[:, None] & real
-    logit = tl.load(logits + place, mask=inside, other=float("-inf"))
+    logit = tl.where(real, tl.load(logits + place, mask=inside, other=0.0), float("-inf"))
     if SOFTMAX:
         power = tl.where(real, tl.exp(logit - tl.max(logit, 1)[:, None]), 0.0)
         value = power / tl.sum(power, 1)[:, None]
