@@ -62,7 +62,7 @@ def expert_forward(
     ValueError
         When an option is unknown, shapes or dtypes do not fit, or offsets descend or pass the last row.
     """
-    gate_up, down = local(experts["gate_up"]), local(experts["down"])
+    gate_up, down = _strided(local(experts["gate_up"])), _strided(local(experts["down"]))
     if activation != "swiglu":
         raise ValueError(f"expert_forward needs activation 'swiglu', got {activation!r}")
     e, d, h2 = gate_up.shape
@@ -108,9 +108,15 @@ def experts_over_tokens(
     alone, which the backward makes again from the first GEMM's output, as it does the rows in expert order
     from ``x``; a combine that weighs what the experts return would have to keep it.
     """
-    gate_up, down = local(experts["gate_up"]), local(experts["down"])
+    gate_up, down = _strided(local(experts["gate_up"])), _strided(local(experts["down"]))
     into = _buffers(grad_into, experts)
     return _Experts.apply(x, weights, gate_up, down, offsets, slots, products, into)
+
+
+def _strided(weights: Float[Tensor, "E k n"]) -> Float[Tensor, "E k n"]:
+    """Return the weights with a contiguous last dim, or last but one, as kernels read them."""
+    _, k, n = weights.shape
+    return weights if weights.stride()[1:] in ((n, 1), (1, k)) else weights.contiguous()
 
 
 def _buffers(grad_into: Mapping[str, Tensor] | None, experts: Mapping[str, Tensor]) -> tuple:
