@@ -50,6 +50,11 @@ def use_triton(who: str, kernels: str, x: Tensor) -> bool:
     return True
 
 
+def elementwise(kernels: str) -> str:
+    """Return which elementwise kernels go with a choice of products, as ``kernels`` of the experts is."""
+    return {"quack": "auto", "loop": "torch"}.get(kernels, kernels)
+
+
 def on_cuda(x: Tensor) -> bool:
     """Say whether ``x`` is on a CUDA device; a dry run puts what it stands for in this function's place."""
     return x.is_cuda
