@@ -122,9 +122,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the saved gradients are constants
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        scaled = [
-            None if grad is None else _scaled(grad, grads[0], ctx.dtype) for grad in ctx.saved_tensors
-        ]
+        scaled = [None if grad is None else _scaled(grad, grads[0], ctx.dtype) for grad in ctx.saved_tensors]
         return *scaled, None, None, None, None, None
 
 

@@ -8,7 +8,9 @@ from torch.utils.flop_counter import register_flop_formula
 from moekit.kernels import _backend
 
 
-def add_product_(total: Float[Tensor, "n m"], a: Float[Tensor, "n k"], b: Float[Tensor, "k m"], *, first: bool):
+def add_product_(
+    total: Float[Tensor, "n m"], a: Float[Tensor, "n k"], b: Float[Tensor, "k m"], *, first: bool
+):
     """Set ``total`` to ``a @ b`` where it is the first, else add it. Not differentiable.
 
     On CUDA the GEMM itself accumulates: ``total`` is read and written once, and no product is made apart.

@@ -103,7 +103,7 @@ def _(grad, x, gain, rstd):
 
 
 def _tile(d: int) -> tuple[int, int, int]:
-    """Return the rows and columns of a program's tile, and its warps, each thread of which has 16 elements."""
+    """Return the rows and columns of a program's tile, and its warps: each thread has 16 elements."""
     block = next_power_of_2(d)
     rows = max(_TILE // block, 1)
     return rows, block, min(rows * block // 512, 32)
@@ -114,9 +114,7 @@ def _n_processors(x: Tensor) -> int:
 
 
 @jit
-def _forward(
-    x, gain, residual, y, rstd, n, eps, d: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _forward(x, gain, residual, y, rstd, n, eps, d: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row[:, None] < n) & (column < d)
