@@ -27,7 +27,7 @@ def stand_ins(recorder: Recorder, device: str) -> Iterator[None]:
 
     changed: list[tuple[Any, str, Any]] = []
 
-    def patch(owner: Any, name: str, new: Any) -> None:
+    def patch(owner: Any, name: str, new: Callable) -> None:
         changed.append((owner, name, getattr(owner, name)))
         setattr(owner, name, new)
 
@@ -47,8 +47,7 @@ def stand_ins(recorder: Recorder, device: str) -> Iterator[None]:
     patch(F, "scaled_dot_product_attention", _attention)
     if device == "cuda":
         patch(F, "rms_norm", _rms_norm)
-        patch(_backend, "on_cuda", lambda x: True)
-        patch(_backend, "triton", _backend.triton or True)  # fake forms of operators do without
+        patch(_backend, "on_cuda", lambda x: x.is_meta)  # kernels run, as far as their shapes
     patch(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None)
     missing = torch.library.Library("aten", "IMPL", "Meta")
     for op in ("_fused_adamw_", "_fused_adamw_.tensor_lr"):  # which only change values

@@ -7,3 +7,4 @@ and CUDA graphs see one operation each.
 """
 
 from moekit.kernels._backend import elementwise as elementwise, use_triton as use_triton
+from moekit.kernels.choice import Products as Products, choose_products as choose_products

@@ -9,10 +9,11 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor as TensorDescriptor
 except ImportError:  # kernels can still be defined, never launched
-    triton = None
+    triton = TensorDescriptor = None  # type: ignore[assignment]
 
-    class tl:  # type: ignore[no-redef]  # noqa: D101, N801
+    class tl:  # type: ignore[no-redef]
         constexpr = None
 
 
@@ -25,8 +26,8 @@ def jit(fn: Any) -> Any:
 def use_triton(who: str, kernels: str, x: Tensor) -> bool:
     """Say whether a function runs its Triton kernel on ``x``.
 
-    ``"auto"`` takes it on CUDA devices, in half precision and float32. ``"triton"`` insists; on a CPU it needs
-    Triton's interpreter (``TRITON_INTERPRET=1``), which tests use.
+    ``"auto"`` takes it on CUDA devices, but for float64. ``"triton"`` insists; on a CPU it needs Triton's
+    interpreter (``TRITON_INTERPRET=1``), which tests use.
 
     Raises
     ------
@@ -38,7 +39,7 @@ def use_triton(who: str, kernels: str, x: Tensor) -> bool:
     if kernels == "torch":
         return False
     if kernels == "auto":
-        return triton is not None and on_cuda(x) and x.dtype != torch.float64
+        return on_cuda(x) and x.dtype != torch.float64
     interpreted = triton is not None and triton.knobs.runtime.interpret
     if triton is None or not (on_cuda(x) or interpreted):
         has = "no Triton" if triton is None else f"a tensor on {x.device}"
@@ -50,16 +51,16 @@ def use_triton(who: str, kernels: str, x: Tensor) -> bool:
     return True
 
 
-def elementwise(kernels: str) -> str:
-    """Return which elementwise kernels go with a choice of products, as ``kernels`` of the experts is."""
-    return {"quack": "auto", "loop": "torch"}.get(kernels, kernels)
-
-
 def on_cuda(x: Tensor) -> bool:
-    """Say whether ``x`` is on a CUDA device; a dry run puts what it stands for in this function's place."""
-    return x.is_cuda
+    """Say whether Triton runs where ``x`` is; a dry run puts what it stands for in this function's place."""
+    return triton is not None and x.is_cuda
 
 
 def next_power_of_2(n: int) -> int:
     """Return the least power of two that is at least ``n``, as block sizes are."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def elementwise(kernels: str) -> str:
+    """Return what operations beside the grouped GEMMs use, given what a model is told for those."""
+    return {"quack": "auto", "loop": "torch"}.get(kernels, kernels)
