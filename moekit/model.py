@@ -34,6 +34,8 @@ from moekit.context import (
     positions_of,
     whole_rows,
 )
+from moekit.kernels import elementwise
+from moekit.kernels.rms_norm import rms_norm as normed
 from moekit.losses import cross_entropy
 from moekit.mesh import local
 from moekit.params import param_shapes
@@ -44,9 +46,16 @@ Params = TensorDict | Mapping[str, Any]
 Rope = tuple[Tensor, Tensor]
 
 
-def rms_norm(x: Float[Tensor, "*n d"], gain: Float[Tensor, " d"], eps: float = 1e-5) -> Float[Tensor, "*n d"]:
-    """Divide by the root mean square of the last dim, times ``gain`` (arXiv:1910.07467)."""
-    return F.rms_norm(x, (x.shape[-1],), local(gain), eps)
+def rms_norm(
+    x: Float[Tensor, "*n d"],
+    gain: Float[Tensor, " d"],
+    eps: float = 1e-5,
+    *,
+    residual: Float[Tensor, "*n d"] | None = None,
+    kernels: str = "auto",
+) -> Float[Tensor, "*n d"]:
+    """Divide by the root mean square of the last dim, times ``gain`` (arXiv:1910.07467); add ``residual``."""
+    return normed(x, local(gain), eps, residual=residual, kernels=elementwise(kernels))
 
 
 def rope_table(n_positions: int, *, config: ModelConfig, like: Tensor) -> Rope:
@@ -163,6 +172,7 @@ def transformer_block(
     mask: Float[Tensor, "b 1 _ _"] | None = None,
     attend: Attend = attend_here,
     wrap: Callable[[str, Callable], Callable] = lambda name, fn: fn,
+    kernels: Kernels = "auto",
     **moe_options: Any,
 ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
     """Add attention, then a feed-forward or a Mixture of Experts, each with its norms, to what came in.
@@ -177,10 +187,11 @@ def transformer_block(
         where present.
     x : Float[Tensor, "b s d"]
         The residual stream.
-    config, rope, mask, attend
+    config, rope, mask, attend, kernels
         As for :func:`forward` and :func:`attention`.
     wrap : callable
-        ``wrap(name, fn)`` for the parts ``"attention"`` and ``"ffn"``; see :func:`moekit.remat`.
+        ``wrap(name, fn)`` for the parts ``"attention"`` and ``"ffn"``, each with what it adds to; see
+        :func:`moekit.remat`.
     **moe_options
         As for :func:`moekit.moe`.
 
@@ -219,24 +230,25 @@ def transformer_block(
             scale=config.route_scale,
             n_groups=config.n_groups,
             top_groups=config.top_groups,
+            kernels=kernels,
             **moe_options,
         )
         return y.view(z.shape), routing
 
-    def norm(name: str, z: Tensor) -> Tensor:
-        return rms_norm(z, params[name], eps) if name in params.keys() else z
+    def norm(name: str, z: Tensor, residual: Tensor | None = None) -> Tensor:
+        if name in params.keys():
+            return rms_norm(z, params[name], eps, residual=residual, kernels=kernels)
+        return z if residual is None else residual + z
 
     def attention_part(z: Tensor) -> Tensor:
-        return norm("attention_norm_out", mix(norm("attention_norm_in", z)))
+        return norm("attention_norm_out", mix(norm("attention_norm_in", z)), residual=z)
 
     def ffn_part(z: Tensor) -> tuple[Tensor, Routing | None]:
         y, routing = feed(norm("ffn_norm_in", z))
-        return norm("ffn_norm_out", y), routing
+        return norm("ffn_norm_out", y, residual=z), routing
 
     attention_part, ffn_part = wrap("attention", attention_part), wrap("ffn", ffn_part)
-    x = x + attention_part(x)
-    y, routing = ffn_part(x)
-    return x + y, routing
+    return ffn_part(attention_part(x))
 
 
 def forward(
@@ -328,7 +340,7 @@ def forward(
         "forward", n_heads=config.n_heads, via=attention_via, mesh=context
     )
     b, s = tokens.shape
-    hidden = _embed(params, tokens, config) if x is None else x
+    hidden = _embed(params, tokens, config, kernels) if x is None else x
     positions = positions_of(s, device=tokens.device, mesh=context)
     whole = s if context is None else s * context.size()
     cos, sin = rope_table(whole, config=config, like=hidden)
@@ -342,7 +354,7 @@ def forward(
         mask = document_mask(whole_rows(documents, mesh=context), dtype=hidden.dtype, queries=queries)
     routings = []
     for i in stage.layers:
-        options: dict[str, Any] = {} if context is None else {"attend": attend}
+        options: dict[str, Any] = {"kernels": kernels} | ({} if context is None else {"attend": attend})
         if config.is_moe(i):
             options |= dict(
                 bias=None if biases is None else biases[i - config.n_dense_layers],
@@ -350,7 +362,6 @@ def forward(
                 assignment=assignment,
                 token_ids=token_ids,
                 via=via,
-                kernels=kernels,
                 mesh=None if mesh is None else mesh["ep"],
             )
             if grad_into is not None:
@@ -361,16 +372,16 @@ def forward(
         if routing is not None:
             routings.append(routing)
     if stage.heads:
-        hidden = rms_norm(hidden, params["norm"], config.norm_eps)
+        hidden = rms_norm(hidden, params["norm"], config.norm_eps, kernels=kernels)
     return hidden, routings
 
 
-def _embed(params: Params, tokens: Tensor, config: ModelConfig) -> Tensor:
+def _embed(params: Params, tokens: Tensor, config: ModelConfig, kernels: Kernels) -> Tensor:
     _check_tokens("forward", tokens, config.vocab_size)
     x = F.embedding(tokens, local(params["embedding"]))
     if "embedding_norm" not in params.keys():
         return x
-    return rms_norm(x * config.d_model**0.5, params["embedding_norm"], config.norm_eps)
+    return rms_norm(x * config.d_model**0.5, params["embedding_norm"], config.norm_eps, kernels=kernels)
 
 
 def is_expert(name: str) -> bool:
@@ -513,6 +524,7 @@ def stage_loss(
             batch.targets.flatten(),
             batch.mask.flatten().to(zero.dtype) / batch.n_targets.clamp_min(1),
             z_weight=config.head_z_weight,
+            kernels=elementwise(options.get("kernels", "auto")),
         )
 
     b, s = batch.tokens.shape

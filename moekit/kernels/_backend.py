@@ -39,7 +39,7 @@ def use_triton(who: str, kernels: str, x: Tensor) -> bool:
     if kernels == "torch":
         return False
     if kernels == "auto":
-        return triton is not None and on_cuda(x) and x.dtype != torch.float64
+        return on_cuda(x) and x.dtype != torch.float64
     interpreted = triton is not None and triton.knobs.runtime.interpret
     if triton is None or not (on_cuda(x) or interpreted):
         has = "no Triton" if triton is None else f"a tensor on {x.device}"
@@ -52,8 +52,8 @@ def use_triton(who: str, kernels: str, x: Tensor) -> bool:
 
 
 def on_cuda(x: Tensor) -> bool:
-    """Say whether ``x`` is on a CUDA device; a dry run puts what it stands for in this function's place."""
-    return x.is_cuda
+    """Say whether Triton runs where ``x`` is; a dry run puts what it stands for in this function's place."""
+    return triton is not None and x.is_cuda
 
 
 def next_power_of_2(n: int) -> int:
