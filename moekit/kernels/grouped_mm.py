@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from moekit.kernels._backend import TensorDescriptor, jit, tl, use_triton
 
@@ -207,6 +208,25 @@ def _(rows, grad, offsets, into):
 @functools.cache
 def _n_programs(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _product_flops(rows_shape, weights_shape, *_, **__) -> int:
+    return 2 * rows_shape[0] * weights_shape[1] * weights_shape[2]
+
+
+def _weight_grad_flops(rows_shape, grad_shape, *_, **__) -> int:
+    return 2 * rows_shape[0] * rows_shape[1] * grad_shape[1]
+
+
+register_flop_formula([torch.ops.moekit.grouped_mm, torch.ops.moekit.quack_mm])(_product_flops)
+register_flop_formula(
+    [
+        torch.ops.moekit.grouped_weight_grad,
+        torch.ops.moekit.grouped_weight_grad_into,
+        torch.ops.moekit.quack_weight_grad,
+        torch.ops.moekit.quack_weight_grad_into,
+    ]
+)(_weight_grad_flops)
 
 
 # --- Kernels --------------------------------------------------------------------------

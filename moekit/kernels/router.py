@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.flop_counter import register_flop_formula
 
 from moekit.kernels._backend import jit, next_power_of_2, on_cuda, tl, use_triton
 
@@ -64,6 +65,11 @@ def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
 @_mm_float32.register_fake
 def _(a, b):
     return a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+
+
+@register_flop_formula(torch.ops.moekit.mm_float32)
+def _flops(a_shape, b_shape, *_, **__) -> int:
+    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
 
 
 # --- Scores, choice, weights, counts --------------------------------------------------
