@@ -14,6 +14,7 @@ time counts only where it cannot keep up, as in training; for kernels too short 
 """
 
 import functools
+import gc
 import importlib.metadata
 import json
 import platform
@@ -105,8 +106,8 @@ def measure(
                 times[name] += found
             except Exception as e:
                 failed[name] = describe(e)
-            if name in failed and device == "cuda":
-                torch.cuda.empty_cache()
+            if name in failed:
+                free(device)
     return _results(candidates, times, peaks, failed)
 
 
@@ -132,11 +133,13 @@ def _slot(run: Callable[[], object], slot: float, device: str) -> tuple[list[flo
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in events]
 
+    torch.cuda.empty_cache()  # what another candidate left there could make this one wait for memory
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    once = timed(1)[0]
+    timed(1)
     peak = torch.cuda.max_memory_allocated() - before
-    return timed(max(3, int(slot / once))), peak
+    found = timed(3)
+    return found + timed(int(slot / statistics.median(found)) - 3), peak
 
 
 def _results(
@@ -175,7 +178,7 @@ def _results(
 
 
 def ceilings(device: str) -> dict[str, Candidate]:
-    """Return a dense bfloat16 product of 8192³ and a copy of 1 GiB: what no kernel can be expected to pass."""
+    """Return a dense bfloat16 product of 8192³ and a copy of 1 GiB, which kernels can come near."""
     n, n_bytes = (8192, 2**30) if device == "cuda" else (256, 2**20)
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(2))
     product = torch.empty_like(a)
@@ -208,10 +211,16 @@ def graphed(run: Callable[[], object], *, calls: int) -> Callable[[], None]:
     return graph.replay
 
 
+def free(device: str) -> None:
+    """Give back memory that nothing refers to any more."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def describe(error: BaseException) -> str:
-    """Return an error's type and first line."""
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:200]}"
+    """Return an error's type and the beginning of what it says, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 @functools.cache
@@ -283,7 +292,10 @@ def write_json(path: Path | None, record: Mapping[str, Any]) -> None:
     """Write a record, whose results may be :class:`Result`, over the file; without a path do nothing."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1, default=asdict) + "\n")
+        path.write_text(
+            json.dumps(record, indent=1, default=lambda z: asdict(z) if isinstance(z, Result) else str(z))
+            + "\n"
+        )
 
 
 def plot(path: Path | None, cases: Mapping[str, Sequence[Result]], *, rate: str) -> None:
@@ -307,9 +319,7 @@ def plot(path: Path | None, cases: Mapping[str, Sequence[Result]], *, rate: str)
 
     unit, ceiling = {"flops": ("TFLOP/s", DENSE), "bytes": ("TB/s", COPY)}[rate]
     n_bars = max(len(results) for results in cases.values())
-    fig, axes = plt.subplots(
-        1, len(cases), sharey=False, squeeze=False, figsize=(5 * len(cases), 1.5 + 0.3 * n_bars)
-    )
+    fig, axes = plt.subplots(1, len(cases), squeeze=False, figsize=(5 * len(cases), 1.5 + 0.3 * n_bars))
     for axis, (title, results) in zip(axes[0], cases.items(), strict=True):
         bars = [r for r in results if r.name not in (DENSE, COPY)]
         for at, r in enumerate(bars):
@@ -326,7 +336,7 @@ def plot(path: Path | None, cases: Mapping[str, Sequence[Result]], *, rate: str)
                 axis.axvline(getattr(r, f"{rate}_per_second") / 1e12, color="C3", label=r.name)
                 axis.legend(loc="lower right")
         axis.set_yticks(range(len(bars)), [r.name for r in bars])
-        axis.invert_yaxis()
+        axis.set_ylim(len(bars) - 0.5, -0.5)
         axis.set_xlabel(unit)
         axis.set_title(title, fontsize="medium")
     fig.tight_layout()
