@@ -253,9 +253,9 @@ def run_shape(cfg: Config, text: str) -> dict[str, Any]:
         except Exception as e:
             errors[name] = describe(e)
         layer = parameters = None
-        if name in errors and name in built:
-            del built[name]
-        free(cfg.device)
+        if name in errors:
+            built.pop(name, None)
+            free(cfg.device)
         say(f"  {name}: {checks.get(name) or errors[name]}")
     results = measure(candidates, device=cfg.device, errors=errors, rounds=cfg.rounds, slot=cfg.slot)
     say(f"{text}: measured")

@@ -78,7 +78,7 @@ def test_the_layer_is_checked_and_timed_beside_peers(tmp_path, monkeypatch, caps
         return lambda x: 1.2 * layer(x), parameters
 
     monkeypatch.setitem(peers.LAYERS, "wrong", wrong)
-    good = ("moekit-auto", "moekit-torch", "stock", "qwen3", "olmoe")
+    good = ("moekit-auto", "stock", "qwen3")
     cfg = moe_layer.Config(
         shapes=("192x64x8", "192x64x32:dirichlet2"),
         candidates=(*good, "wrong", "nobody"),
