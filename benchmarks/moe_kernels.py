@@ -11,7 +11,7 @@ On CUDA each is timed in a graph of several calls, so that the host's launches d
 training, where another kernel has just written them: their share may pass 1, or be small where a call takes
 few microseconds.
 
-Expect the passes over rows at 0.85 to 1.0 on an H200; about 20 seconds.
+Expect passes over rows near 0.95 on an H200, where the weighted sum of a token's rows was first measured.
 """
 
 from collections.abc import Callable
