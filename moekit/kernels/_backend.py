@@ -18,7 +18,7 @@ except ImportError:  # kernels can still be defined, never launched
 
 
 def jit(fn: Any) -> Any:
-    """Compile a kernel where Triton is installed, without the shape checks that tests put around functions."""
+    """Compile a kernel where Triton is installed, without the shape checks that tests put around it."""
     fn = inspect.unwrap(fn)
     return fn if triton is None else triton.jit(fn)
 

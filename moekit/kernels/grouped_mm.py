@@ -88,7 +88,7 @@ def _groups(rows: Tensor, offsets: Tensor) -> list[Tensor]:
 
 # --- Launches -------------------------------------------------------------------------
 
-BLOCK_M, BLOCK_N = 128, 256  # of a tile of the result
+BLOCK_M = 128  # rows of a tile of the result; its columns are 512 bytes
 BLOCK_BYTES = 128  # of what is summed over, a step
 
 
@@ -103,16 +103,16 @@ def _grouped_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     weights = weights.contiguous()
     if not out.numel():
         return out
-    block_k = BLOCK_BYTES // rows.element_size()
-    tile = [BLOCK_N, block_k] if transposed else [block_k, BLOCK_N]
+    block_k, block_n = BLOCK_BYTES // rows.element_size(), 512 // rows.element_size()
+    tile = [block_n, block_k] if transposed else [block_k, block_n]
     _multiply[(_n_programs(rows.device),)](
         TensorDescriptor.from_tensor(rows, [BLOCK_M, block_k]),
         TensorDescriptor.from_tensor(rows, [BLOCK_M // 2, block_k]),
         TensorDescriptor.from_tensor(weights.flatten(0, 1), tile),
-        TensorDescriptor.from_tensor(out, [BLOCK_M, BLOCK_N]),
+        TensorDescriptor.from_tensor(out, [BLOCK_M, block_n]),
         *(out, offsets),
         **dict(n_groups=e, K=k, N=n, TRANSPOSED=transposed),
-        **dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=block_k),
+        **dict(BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=block_k),
         **dict(num_warps=8, num_stages=3),
     )
     return out
@@ -154,10 +154,11 @@ def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor
         if not add:
             out.zero_()
         return
+    size = rows.element_size()
     _multiply_transposed[(_n_programs(rows.device),)](
         *(rows, grad, out, offsets),
         **dict(n_groups=e, K=k, N=n, ADD=add),
-        **dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_R=BLOCK_BYTES // rows.element_size()),
+        **dict(BLOCK_M=BLOCK_M, BLOCK_N=512 // size, BLOCK_R=BLOCK_BYTES // size),
         **dict(num_warps=8, num_stages=3),
     )
 
