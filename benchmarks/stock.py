@@ -1,4 +1,4 @@
-"""The baseline to beat: bench-8L in plain PyTorch, one ``torch.compile`` a block, over moekit's own parameters.
+"""The baseline to beat: bench-8L in plain PyTorch, ``torch.compile`` a block, over moekit's parameters.
 
 Written as someone would who knows PyTorch and wants speed without kernels of their own: fused projections,
 cuDNN attention, ``grouped_mm`` over rows sorted by expert, a chunked loss. It reads the parameters of
@@ -20,15 +20,18 @@ CHUNK = 8192  # tokens whose logits exist at once
 
 
 def rms(x: Tensor) -> Tensor:
+    """Norm without a gain."""
     return F.rms_norm(x, (x.shape[-1],))
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate (b, n, s, h)."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def attention(x: Tensor, p: dict, config: mk.ModelConfig, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Causal attention over whole rows, with norms of queries and keys."""
     b, s, _ = x.shape
     n, m, h = config.n_heads, config.n_kv_heads, config.d_head
     q, k, v = (x @ p["attention.qkv"]).split((n * h, m * h, m * h), -1)
@@ -41,11 +44,13 @@ def attention(x: Tensor, p: dict, config: mk.ModelConfig, table: tuple[Tensor, T
 
 
 def swiglu(x: Tensor) -> Tensor:
+    """Gate with silu."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate) * up
 
 
 def ffn(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Apply a dense feed-forward."""
     return swiglu(x @ gate_up) @ down
 
 
@@ -67,6 +72,7 @@ def experts(x: Tensor, noise: Tensor, router: Tensor, gate_up: Tensor, down: Ten
 def block(
     x: Tensor, noise: Tensor | None, p: dict, config: mk.ModelConfig, table: tuple[Tensor, Tensor]
 ) -> Tensor:
+    """One layer, post-norm; with ``noise`` one of experts."""
     x = x + rms(attention(x, p, config, table))
     if noise is None:
         return x + rms(ffn(x, p["ffn.gate_up"], p["ffn.down"]))
@@ -79,6 +85,7 @@ def block(
 
 
 def chunk_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """Sum the loss of a chunk of tokens."""
     return F.cross_entropy((x @ head).float(), targets, reduction="sum")
 
 

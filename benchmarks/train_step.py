@@ -1,4 +1,4 @@
-r"""How fast is a training step of bench-8L on one GPU, and what does it hold, beside plain PyTorch?
+r"""A training step of bench-8L on one GPU: how fast, and with what memory, beside plain PyTorch.
 
     python benchmarks/train_step.py --json docs/results/train_step.json --plot docs/results/train_step.png
 
@@ -57,6 +57,7 @@ key = mk.random.make_key(0, device)
 
 
 def make_model(n_experts: int) -> mk.ModelConfig:
+    """Return bench-8L, or a toy of its kind."""
     model = mk.preset("bench-8L", n_experts=n_experts, max_seq_len=max(cfg.seq_len, 8192))
     return config.toy(model) if cfg.toy else model
 
@@ -109,7 +110,7 @@ def stock_gradients(loss: Callable, params: TensorDict, batch: mk.batch.Batch) -
 
 
 def stock_step(loss: Callable, params: TensorDict, batch, masters, moments, sums) -> Callable[[], object]:
-    """Return a whole step as one writes it in plain PyTorch: hooks that add to float32, fused AdamW, copies."""
+    """Return a whole step as written in plain PyTorch: hooks that add to float32, fused AdamW, copies."""
     tree = differentiable(params)
     leaves = list(named(tree).values())
     buffers, master = list(named(sums).values()), list(named(masters).values())
@@ -144,6 +145,7 @@ def stock_step(loss: Callable, params: TensorDict, batch, masters, moments, sums
 
 
 def our_step(loss: Callable, params: TensorDict, batch, optimizer, state, sums) -> Callable[[], object]:
+    """Return the same of moekit's transforms."""
     grad_fn = mk.accumulate(mk.value_and_grad(loss), cfg.n_microbatches, straight=mk.model.is_expert)
 
     def run() -> None:
@@ -198,6 +200,7 @@ def whole_step() -> list[Result]:
 
 
 def timed(runs: dict[str, Callable], model: mk.ModelConfig, n_sequences: int, *, rounds: int) -> list[Result]:
+    """Time candidates that take the same step."""
     errors: dict[str, str] = {}
     warm(runs, errors)
     n_tokens = n_sequences * cfg.seq_len

@@ -1,7 +1,3 @@
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import pytest
 import torch
 from reference import close, draw, with_grads
