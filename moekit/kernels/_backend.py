@@ -38,7 +38,7 @@ def use_triton(who: str, kernels: str, x: Tensor) -> bool:
     if kernels == "torch":
         return False
     if kernels == "auto":
-        return triton is not None and on_cuda(x) and x.dtype != torch.float64
+        return on_cuda(x) and x.dtype != torch.float64
     interpreted = triton is not None and triton.knobs.runtime.interpret
     if triton is None or not (on_cuda(x) or interpreted):
         has = "no Triton" if triton is None else f"a tensor on {x.device}"
@@ -51,8 +51,29 @@ def use_triton(who: str, kernels: str, x: Tensor) -> bool:
 
 
 def on_cuda(x: Tensor) -> bool:
-    """Say whether ``x`` is on a CUDA device; a dry run puts what it stands for in this function's place."""
-    return x.is_cuda
+    """Say whether Triton can run on the CUDA device of ``x``; a dry run puts what it stands for in its place."""
+    return triton is not None and x.is_cuda
+
+
+def of_the_rest(kernels: str) -> str:
+    """Return what the other parts of a layer take for ``kernels``, given what its experts take."""
+    return {"quack": "auto", "loop": "torch"}.get(kernels, kernels)
+
+
+def _loop_bound(x):
+    return x
+
+
+def _interpreted_loop_bound(x):
+    return int(x.handle.data.item()) if hasattr(x, "handle") else int(x)
+
+
+# A loop's bound that is known when the kernel runs. As it is, the interpreter's `range` takes one only with some
+# pairs of Triton and numpy.
+if triton is not None and triton.knobs.runtime.interpret:
+    loop_bound = _interpreted_loop_bound
+else:
+    loop_bound = jit(_loop_bound)
 
 
 def next_power_of_2(n: int) -> int:
