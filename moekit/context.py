@@ -29,7 +29,7 @@ from moekit.tree import check_values
 
 AttentionVia = Literal["all_to_all", "all_gather"]
 Mask = Tensor | Documents | None
-Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
+Attend = Callable[..., Tensor]  # of q, k, v and a mask
 
 
 # --- Which positions a rank holds -----------------------------------------------------

@@ -128,14 +128,14 @@ def attention(
     """
     qkv = x @ local(params["qkv"])
     d_head = qkv.shape[-1] // (n_heads + 2 * n_kv_heads)
-    gains = [local(params[name]) if name in params.keys() else None for name in ("q_norm", "k_norm")]
-    heads = dict(n_heads=n_heads, n_kv_heads=n_kv_heads, eps=eps)
-    if attend is None and not isinstance(mask, Tensor) and is_per_head(*gains, d_head):
-        if has_kernel("attention", kernels, qkv, d_head):
-            out = attention_of_qkv(qkv, *gains, rope, mask, **heads)
-            return rearrange(out, "b n s h -> b s (n h)") @ local(params["out"])
-    q, k, v = qk_norm_rope(qkv, *gains, rope, kernels=kernels, **heads)
-    out = attend_here(q, k, v, mask, kernels=kernels) if attend is None else attend(q, k, v, mask)
+    q_gain, k_gain = (local(params[x]) if x in params.keys() else None for x in ("q_norm", "k_norm"))
+    heads: dict[str, Any] = dict(n_heads=n_heads, n_kv_heads=n_kv_heads, eps=eps)
+    fused = attend is None and is_per_head(q_gain, k_gain, d_head)
+    if fused and not isinstance(mask, Tensor) and has_kernel("attention", kernels, qkv, d_head):
+        out = attention_of_qkv(qkv, q_gain, k_gain, rope, mask, **heads)
+    else:
+        q, k, v = qk_norm_rope(qkv, q_gain, k_gain, rope, kernels=kernels, **heads)
+        out = attend_here(q, k, v, mask, kernels=kernels) if attend is None else attend(q, k, v, mask)
     return rearrange(out, "b n s h -> b s (n h)") @ local(params["out"])
 
 

@@ -17,6 +17,9 @@ import jaxtyping
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # read when a kernel is defined, so before moekit is imported
+    os.environ["TRITON_INTERPRET"] = "1"
+
 hypothesis.settings.register_profile("suite", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("suite")
 

@@ -1,5 +1,6 @@
 """Which implementation runs, and Triton where it is installed."""
 
+import inspect
 import typing
 from typing import Any
 
@@ -18,7 +19,7 @@ except ImportError:  # kernels can still be defined, never launched
 
 def jit(fn: Any) -> Any:
     """Compile a kernel where Triton is installed; shape checks leave it alone."""
-    fn = typing.no_type_check(fn)
+    fn = typing.no_type_check(inspect.unwrap(fn))  # whose globals are those of its module
     return fn if triton is None else triton.jit(fn)
 
 
@@ -51,7 +52,7 @@ def use_triton(who: str, kernels: str, x: Tensor) -> bool:
 
 
 def on_cuda(x: Tensor) -> bool:
-    """Say whether Triton can run on the CUDA device of ``x``; a dry run puts what it stands for in its place."""
+    """Say whether Triton runs on the device of ``x``, CUDA's; a dry run puts another answer in its place."""
     return triton is not None and x.is_cuda
 
 
@@ -68,8 +69,7 @@ def _interpreted_loop_bound(x):
     return int(x.handle.data.item()) if hasattr(x, "handle") else int(x)
 
 
-# A loop's bound that is known when the kernel runs. As it is, the interpreter's `range` takes one only with some
-# pairs of Triton and numpy.
+# A loop's bound that is known when the kernel runs: Triton 3.6's interpreter, with numpy 2.4, takes no other.
 if triton is not None and triton.knobs.runtime.interpret:
     loop_bound = _interpreted_loop_bound
 else:

@@ -1,10 +1,10 @@
-"""Causal attention inside documents, keeping no more than what its projection gave, its output and a sum a row.
+"""Causal attention inside documents, which keeps what its projection gave, its output and a sum a row.
 
 Whole rows go to cuDNN's kernels, which on an H200 are the fastest, or to torch's flash attention where those
 do not fit. Packed documents go to Triton kernels: what a row holds is known on the device alone, and varlen
-kernels launch a grid for as many documents as there may be. Here a block of queries starts at the first of its
-documents and ends at itself, however many there are; shapes are static and nothing waits for the host. The
-Triton kernels sum in one fixed order, those of cuDNN do not.
+kernels launch a grid for as many documents as there may be. Here a block of queries starts at the first of
+its documents and ends at itself, however many there are; shapes are static and nothing waits for the host.
+The Triton kernels sum in one fixed order, those of cuDNN do not.
 
 Axes: b sequences, s positions, n query heads, m key and value heads that n / m of them share, h d_head.
 """
@@ -19,6 +19,8 @@ from torch.utils._pytree import register_dataclass
 
 from moekit.kernels._backend import jit, loop_bound, tl, use_triton
 from moekit.kernels.qk_norm_rope import Gain, Rope, qk_norm_rope_backward, qk_norm_rope_forward
+
+D_HEADS = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +56,12 @@ def has_kernel(who: str, kernels: str, x: Tensor, d_head: int) -> bool:
     ValueError
         Where ``"triton"`` cannot run.
     """
-    sizes = (16, 32, 64, 128)
     if not use_triton(who, kernels, x):
         return False
     if kernels == "auto":
-        return d_head in sizes and x.dtype in (torch.bfloat16, torch.float16)
-    if d_head not in sizes:
-        raise ValueError(f"{who} needs d_head in {sizes} for kernels='triton', got {d_head}; take 'auto'")
+        return d_head in D_HEADS and x.dtype in (torch.bfloat16, torch.float16)
+    if d_head not in D_HEADS:
+        raise ValueError(f"{who} needs d_head in {D_HEADS} for kernels='triton', got {d_head}; take 'auto'")
     return True
 
 
@@ -90,7 +91,7 @@ def attention_of_qkv(
     n_kv_heads: int,
     eps: float = 1e-5,
 ) -> Float[Tensor, "b n s h"]:
-    """Return :func:`causal_attention` of what :func:`moekit.kernels.qk_norm_rope.qk_norm_rope` makes of ``qkv``.
+    """Return :func:`causal_attention` of what ``moekit.kernels.qk_norm_rope.qk_norm_rope`` makes of ``qkv``.
 
     Pure and differentiable. Of each position it keeps ``qkv``, the result and a float32 a head: queries and
     keys are made again in the backward. Arguments as for the two; gains are of one head. In memory the heads
@@ -159,8 +160,7 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> tuple
 
 @_forward_op.register_fake
 def _out_like(q, k, v, starts):
-    b, n, s, h = q.shape
-    return torch.empty_like(q), q.new_empty(b, n, s, 1, dtype=torch.float32)
+    return torch.empty_like(q), q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
 
 
 @torch.library.custom_op("moekit::causal_attention_backward", mutates_args=())
@@ -178,7 +178,9 @@ def _backward_op(
         return _gradients_like(grad, q, k, v, out, lse, starts, ends)
     if q.is_cuda and starts is None:
         s = q.shape[2]
-        unused = torch.empty(2, dtype=torch.int64, device=q.device)  # the state of dropout, of which there is none
+        unused = torch.empty(
+            2, dtype=torch.int64, device=q.device
+        )  # the state of dropout, of which there is none
         if _fits_cudnn(q, k, v):
             return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                 *(grad, q, k, v, out, lse, unused[0], unused[1], None, None, None, s, s, 0.0, True)
@@ -223,10 +225,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 # --- Triton ---------------------------------------------------------------------------
-# Of scores, rows are queries and columns are keys. Blocks of a loop whose pairs all see each other need no mask.
+# Of scores, rows are queries and columns are keys. Blocks of a loop whose pairs all see each other need no
+# mask. Where heads are 128 wide, these blocks use nearly all registers of an H200 and spill next to none.
 
-# Where heads are 128 wide, the blocks and warps of all three use nearly all registers of an H200 and spill next to
-# none.
 FORWARD = dict(ROWS=128, COLUMNS=64, num_warps=8, num_stages=2)
 BACKWARD_Q = dict(ROWS=128, COLUMNS=64, num_warps=8, num_stages=2)
 BACKWARD_KV = dict(ROWS=32, COLUMNS=128, num_warps=8, num_stages=2)  # COLUMNS a multiple of ROWS
@@ -255,8 +256,8 @@ def _forward(
     out_b,
     out_n,
     out_s,
-    n: tl.constexpr,
-    group: tl.constexpr,
+    n,
+    group,
     h: tl.constexpr,
     scale,
     ROWS: tl.constexpr,
@@ -288,17 +289,13 @@ def _forward(
         acc, total, most, q_block, k, v, k_s, v_s, row, start, i, s, scale, diagonal, end, COLUMNS, True
     )
     acc = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(
-        out + b * out_b + head * out_n + row.to(tl.int64)[:, None] * out_s + i[None, :], acc, mask=there
-    )
-    tl.store(
-        lse + tl.program_id(1).to(tl.int64) * s + row, (most + tl.log2(total)) / LOG2_E, mask=row < s
-    )
+    tl.store(out + b * out_b + head * out_n + row.to(tl.int64)[:, None] * out_s + i[None, :], acc, mask=there)
+    tl.store(lse + tl.program_id(1).to(tl.int64) * s + row, (most + tl.log2(total)) / LOG2_E, mask=row < s)
 
 
 @jit
 def _span_of_rows(starts, b, block, row, s, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return where the documents of a block of rows begin, where its columns do, and those that all rows see."""
+    """Return where the rows' documents begin, where their columns do, and which on are seen by all rows."""
     if starts is None:
         start, begin, full = row * 0, 0, 0
     else:
@@ -341,8 +338,8 @@ def _attend(
             k_block = tl.load(k + at[None, :] * k_s + i[:, None])
             v_block = tl.load(v + at[:, None] * v_s + i[None, :])
         scores = tl.dot(q_block, k_block, input_precision="ieee") * scale
+        seen = (column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None])
         if MASKED:
-            seen = (column[None, :] <= row[:, None]) & (column[None, :] >= start[:, None])
             scores = tl.where(seen, scores, -1e30)
         new = tl.maximum(most, tl.max(scores, 1))
         p = tl.exp2(scores - new[:, None])
@@ -370,7 +367,7 @@ def _delta(
     out_b,
     out_n,
     out_s,
-    n: tl.constexpr,
+    n,
     h: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -410,8 +407,8 @@ def _backward_q(
     out_b,
     out_n,
     out_s,
-    n: tl.constexpr,
-    group: tl.constexpr,
+    n,
+    group,
     h: tl.constexpr,
     scale,
     ROWS: tl.constexpr,
@@ -432,14 +429,65 @@ def _backward_q(
     diagonal = block * ROWS
     acc = tl.zeros((ROWS, h), tl.float32)
     acc = _differentiate_q(
-        acc, q_block, g_block, k, v, sums, deltas, k_s, v_s, row, start, i, s, scale, begin, full, COLUMNS, True
+        acc,
+        q_block,
+        g_block,
+        k,
+        v,
+        sums,
+        deltas,
+        k_s,
+        v_s,
+        row,
+        start,
+        i,
+        s,
+        scale,
+        begin,
+        full,
+        COLUMNS,
+        True,
     )
     acc = _differentiate_q(
-        acc, q_block, g_block, k, v, sums, deltas, k_s, v_s, row, start, i, s, scale, full, diagonal, COLUMNS, False
+        acc,
+        q_block,
+        g_block,
+        k,
+        v,
+        sums,
+        deltas,
+        k_s,
+        v_s,
+        row,
+        start,
+        i,
+        s,
+        scale,
+        full,
+        diagonal,
+        COLUMNS,
+        False,
     )
     end = tl.minimum(diagonal + ROWS, s)
     acc = _differentiate_q(
-        acc, q_block, g_block, k, v, sums, deltas, k_s, v_s, row, start, i, s, scale, diagonal, end, COLUMNS, True
+        acc,
+        q_block,
+        g_block,
+        k,
+        v,
+        sums,
+        deltas,
+        k_s,
+        v_s,
+        row,
+        start,
+        i,
+        s,
+        scale,
+        diagonal,
+        end,
+        COLUMNS,
+        True,
     )
     acc = (acc * scale).to(grad_q.dtype.element_ty)
     tl.store(grad_q + b * out_b + head * out_n + at * out_s + i[None, :], acc, mask=there)
@@ -518,14 +566,14 @@ def _backward_kv(
     grad_v_b,
     grad_v_m,
     grad_v_s,
-    n: tl.constexpr,
-    group: tl.constexpr,
+    n,
+    group,
     h: tl.constexpr,
     scale,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    m: tl.constexpr = n // group
+    m = n // group
     b, head = (tl.program_id(1) // m).to(tl.int64), tl.program_id(1) % m
     first = tl.program_id(0) * COLUMNS  # the longest
     column, i = first + tl.arange(0, COLUMNS), tl.arange(0, h)
@@ -543,7 +591,7 @@ def _backward_kv(
     whole = tl.maximum(whole, first + COLUMNS)
     acc_k = tl.zeros((COLUMNS, h), tl.float32)
     acc_v = tl.zeros((COLUMNS, h), tl.float32)
-    for member in range(0, group):
+    for member in range(0, loop_bound(group)):
         of_head = head * group + member
         q_head = q + b * q_b + of_head * q_n
         g_head = grad + b * grad_b + of_head * grad_n

@@ -119,7 +119,13 @@ def qk_norm_rope_forward(
 
 
 def qk_norm_rope_backward(
-    grads: tuple[Tensor, ...], qkv: Tensor, q_gain: Gain, k_gain: Gain, rope: Rope | list[Tensor], *, eps: float
+    grads: tuple[Tensor, ...],
+    qkv: Tensor,
+    q_gain: Gain,
+    k_gain: Gain,
+    rope: Rope | list[Tensor],
+    *,
+    eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of qkv and of both gains, given those of q, k and v. Not differentiable."""
     grad, grad_gains = torch.ops.moekit.qk_norm_rope_backward(*grads, qkv, q_gain, k_gain, *rope, eps)
@@ -273,11 +279,12 @@ def _backward(
     i = tl.arange(0, HALF)
     is_q = (head < n)[:, None]
     is_k = ((head >= n) & (head < n + m))[:, None]
+    total_a = tl.zeros((HEADS, HALF), tl.float32)
+    total_b = tl.zeros((HEADS, HALF), tl.float32)
+    gain_a, gain_b = total_a, total_b
     if q_gain is not None:
         gain_a = _gains(q_gain, k_gain, head, i, n, half)
         gain_b = _gains(q_gain + half, k_gain + half, head, i, n, half)
-        total_a = tl.zeros((HEADS, HALF), tl.float32)
-        total_b = tl.zeros((HEADS, HALF), tl.float32)
     for step in range(0, STEPS):
         token = (tl.program_id(0).to(tl.int64) * STEPS + step) * TOKENS + tl.arange(0, TOKENS)
         known = (token < n_tokens)[:, None] & (i < half)[None, :]
@@ -296,7 +303,9 @@ def _backward(
         d = tl.load(sin + at, mask=known, other=0.0)[:, None, :]
         a, b = a * c + b * d, b * c - a * d
         if q_gain is not None:
-            x_a, x_b = _load_heads(qkv, token, head, i, n + 2 * m, half, inside & (head < n + m)[None, :, None])
+            x_a, x_b = _load_heads(
+                qkv, token, head, i, n + 2 * m, half, inside & (head < n + m)[None, :, None]
+            )
             scale = 1 / tl.sqrt(tl.sum(x_a * x_a + x_b * x_b, 2) / (2 * half) + eps)
             x_a *= scale[:, :, None]
             x_b *= scale[:, :, None]
