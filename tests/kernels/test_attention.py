@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from reference import draw, named_grads, packed_batch, refuses, small_config
 
+pytest.importorskip("triton")
+
 import moekit as mk
 from moekit import model
 from moekit._split_backward import backward_of_input

@@ -4,6 +4,8 @@ import pytest
 import torch
 from reference import draw
 
+pytest.importorskip("triton")
+
 from moekit.kernels.qk_norm_rope import qk_norm_rope
 
 SIZES = [  # b, s, n, m, h
