@@ -53,7 +53,7 @@ format: $(STAMP)  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-types: $(STAMP)  ## pyright over moekit and the recipes
+types: $(STAMP)  ## pyright over moekit, the recipes and the benchmarks
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 doctest: $(STAMP)  ## run the examples of docs and docstrings, then build the pages; a warning is an error

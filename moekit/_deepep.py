@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from moekit._dispatch import invert
 from moekit._route import Routing
+from moekit.kernels.permute import invert
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import register_dataclass
 
 from moekit._route import Routing
+from moekit.kernels.permute import expert_slots, to_rows, to_tokens
 from moekit.tree import has_values
 
 
@@ -150,18 +151,13 @@ def _transport(via: str | Transport | None, size: int) -> Transport:
 
 def _dispatch_local(x: Tensor, routing: Routing, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor, Any]:
     del mesh
-    by_expert = routing.expert_ids.flatten().argsort(stable=True)
-    slots = invert(by_expert)  # where route n = (token, choice) lies in expert order
-    top_k = routing.expert_ids.shape[-1]
-    rows = gather(x, by_expert // top_k, rearrange(slots, "(t k) -> t k", k=top_k))
-    return rows, routing.counts.cumsum(0).int(), (by_expert, slots)
+    slots = expert_slots(routing.expert_ids, routing.n_experts)
+    return to_rows(x, slots), routing.counts.cumsum(0).int(), slots
 
 
 def _combine_local(rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None) -> Tensor:
     del mesh
-    by_expert, slots = plan
-    rows = rearrange(gather(rows, slots, by_expert[:, None]), "(t k) d -> t k d", k=weights.shape[-1])
-    return (rows * weights[..., None]).sum(1).to(rows.dtype)
+    return to_tokens(rows, plan, weights)
 
 
 # --- Any number of ranks, any backend -------------------------------------------------
@@ -190,19 +186,17 @@ def dispatch_all_to_all(
     rows = all_to_all_single_autograd(rows, n_received, n_sent, mesh)
     # Rows arrive in the order (source rank, expert); the experts want (expert, source rank).
     ids = torch.arange(n_in.shape[1], device=x.device).repeat(mesh.size())
-    by_expert = ids.repeat_interleave(n_in.flatten(), output_size=len(rows)).argsort(stable=True)
-    slots = invert(by_expert)
-    rows = gather(rows, by_expert, slots[:, None])
-    return rows, n_in.sum(0).cumsum(0).int(), (home, (by_expert, slots, n_sent, n_received))
+    ids = ids.repeat_interleave(n_in.flatten(), output_size=len(rows))
+    slots = expert_slots(ids[:, None], n_in.shape[1])
+    return to_rows(rows, slots), n_in.sum(0).cumsum(0).int(), (home, (slots, n_sent, n_received))
 
 
 def _combine_all_to_all(rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None) -> Tensor:
     home, travel = plan
     if travel is not None:
         assert mesh is not None
-        by_expert, slots, n_sent, n_received = travel
-        rows = gather(rows, slots, by_expert[:, None])
-        rows = all_to_all_single_autograd(rows, n_sent, n_received, mesh)
+        slots, n_sent, n_received = travel
+        rows = all_to_all_single_autograd(to_tokens(rows, slots), n_sent, n_received, mesh)
     return _combine_local(rows, weights, home, None)
 
 
@@ -210,32 +204,3 @@ TRANSPORTS = {
     "local": Transport(_dispatch_local, _combine_local),
     "all_to_all": Transport(dispatch_all_to_all, _combine_all_to_all),
 }
-
-
-# --- Rows by index --------------------------------------------------------------------
-
-
-def invert(order: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """Return the inverse of a permutation."""
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-class _Gather(torch.autograd.Function):
-    """``x[index]`` whose backward is a gather and a sum too: deterministic, no scatter."""
-
-    @staticmethod
-    def forward(ctx, x, index, uses):
-        ctx.save_for_backward(uses)
-        return x[index]
-
-    @staticmethod
-    def backward(ctx, *grads):
-        (uses,) = ctx.saved_tensors
-        return grads[0][uses].sum(1), None, None
-
-
-def gather(
-    x: Float[Tensor, "n d"], index: Int[Tensor, " m"], uses: Int[Tensor, "n c"]
-) -> Float[Tensor, "m d"]:
-    """Return ``x[index]``, given where each row of ``x`` is used: ``index[uses[i, j]] == i``."""
-    return _Gather.apply(x, index, uses)

@@ -8,11 +8,16 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from moekit.kernels import Products, choose_products
+from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
+from moekit.kernels.permute import gather_sum, scatter
+from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from moekit.mesh import local
-from moekit.tree import check_values
+from moekit.tree import check_values, held
 
-Kernels = Literal["auto", "torch", "loop"]
+Kernels = Literal["auto", "torch", "triton", "quack", "loop"]
 
 
 def expert_forward(
@@ -22,6 +27,7 @@ def expert_forward(
     *,
     activation: Literal["swiglu"] = "swiglu",
     kernels: Kernels = "auto",
+    grad_into: TensorDict | Mapping[str, Tensor] | None = None,
 ) -> Float[Tensor, "r d"]:
     """Apply each expert of this rank to its own rows: ``down(silu(gate x) * up x)``.
 
@@ -38,10 +44,13 @@ def expert_forward(
         int32, where each expert's rows end; an expert may have none.
     activation : {"swiglu"}
         Between the two GEMMs.
-    kernels : {"auto", "torch", "loop"}
-        ``"torch"`` is ``torch.nn.functional.grouped_mm``; ``"loop"`` the plain loop over experts that defines
-        the result, which reads the offsets on the host. ``"torch"`` needs ``d`` and ``h`` to be multiples of
-        16 bytes. ``"auto"`` is ``"torch"``, but for float64, which only the loop has.
+    kernels : {"auto", "torch", "triton", "quack", "loop"}
+        See :func:`moekit.kernels.choose_products`. ``"loop"`` defines the result, for any dtype, and reads
+        the offsets on the host; the others need ``d`` and ``h`` to be multiples of 16 bytes.
+    grad_into : TensorDict, optional
+        ``gate_up`` and ``down``: buffers of the shapes of ``experts``, float32 say, to which the backward
+        adds the weights' gradients, inside the kernels of ``"triton"`` and ``"quack"``; autograd then sees
+        none. See :func:`moekit.accumulate`.
 
     Returns
     -------
@@ -53,7 +62,7 @@ def expert_forward(
     ValueError
         When an option is unknown, shapes or dtypes do not fit, or offsets descend or pass the last row.
     """
-    gate_up, down = local(experts["gate_up"]), local(experts["down"])
+    gate_up, down = _strided(local(experts["gate_up"])), _strided(local(experts["down"]))
     if activation != "swiglu":
         raise ValueError(f"expert_forward needs activation 'swiglu', got {activation!r}")
     e, d, h2 = gate_up.shape
@@ -72,21 +81,104 @@ def expert_forward(
         ends = torch.cat([offsets.new_zeros(1), offsets, offsets.new_tensor([len(rows)])])
         needs = f"offsets that ascend from 0 to at most the {len(rows)} rows"
         check_values((ends.diff() >= 0).all(), "expert_forward", needs, offsets.tolist)
-    if kernels == "auto":
-        kernels = "loop" if rows.dtype == torch.float64 else "torch"
-    if kernels not in ("torch", "loop"):
-        raise ValueError(f"expert_forward needs kernels 'auto', 'torch' or 'loop', got {kernels!r}")
-    if kernels == "loop":
-        return _loop_mm(swiglu(_loop_mm(rows, gate_up, offs=offsets)), down, offs=offsets)
-    if rows.dtype == torch.float64:
-        raise ValueError("expert_forward needs kernels='loop' for float64, got kernels='torch'")
-    if d * rows.element_size() % 16 or h2 // 2 * rows.element_size() % 16:
-        raise ValueError(
-            f"expert_forward needs d and h to be multiples of {16 // rows.element_size()} in {rows.dtype} "
-            f"(16 bytes), got d={d}, h={h2 // 2}; choose such sizes or pass kernels='loop'"
-        )
-    hidden = swiglu(F.grouped_mm(rows, gate_up, offs=offsets))
+    products = choose_products("expert_forward", kernels, len(rows), gate_up)
+    if products.elementwise == "triton" or grad_into is not None:
+        into = _buffers(grad_into, experts)
+        return _Experts.apply(rows, None, gate_up, down, offsets, None, products, into)
+    if products.forward == "loop":
+        hidden = swiglu(grouped_mm(rows, gate_up, offsets, kernels="loop"), kernels="torch")
+        return grouped_mm(hidden, down, offsets, kernels="loop")
+    hidden = swiglu(F.grouped_mm(rows, gate_up, offs=offsets), kernels="torch")
     return _ContiguousGrad.apply(F.grouped_mm(hidden, down, offs=offsets))
+
+
+def experts_over_tokens(
+    experts: TensorDict | Mapping[str, Tensor],
+    x: Float[Tensor, "t d"],
+    slots: Int[Tensor, "t k"],
+    weights: Float[Tensor, "t k"],
+    offsets: Int[Tensor, " e"],
+    *,
+    products: Products,
+    grad_into: TensorDict | Mapping[str, Tensor] | None = None,
+) -> Float[Tensor, "t d"]:
+    """Return what dispatch, :func:`expert_forward` and combine do on one rank, keeping one product and ``x``.
+
+    Routing weights multiply the hidden rows: ``w (h W) = (w h) W``. So their gradient needs the hidden rows
+    alone, which the backward makes again from the first GEMM's output, as it does the rows in expert order
+    from ``x``; a combine that weighs what the experts return would have to keep it.
+    """
+    gate_up, down = _strided(local(experts["gate_up"])), _strided(local(experts["down"]))
+    into = _buffers(grad_into, experts)
+    return _Experts.apply(x, weights, gate_up, down, offsets, slots, products, into)
+
+
+def _strided(weights: Float[Tensor, "E k n"]) -> Float[Tensor, "E k n"]:
+    """Return the weights with a contiguous last dim, or last but one, as kernels read them."""
+    _, k, n = weights.shape
+    return weights if weights.stride()[1:] in ((n, 1), (1, k)) else weights.contiguous()
+
+
+def _buffers(grad_into: Mapping[str, Tensor] | None, experts: Mapping[str, Tensor]) -> tuple:
+    """Return what this rank holds of the buffers for gate_up and down, or None for both."""
+    if grad_into is None:
+        return None, None
+    names = ("gate_up", "down")
+    for name in names:
+        if name not in grad_into.keys() or grad_into[name].shape != experts[name].shape:
+            got = tuple(grad_into[name].shape) if name in grad_into.keys() else None
+            raise ValueError(
+                f"expert_forward needs grad_into with {name} {tuple(experts[name].shape)}, got {got}"
+            )
+    return tuple(held(grad_into[name]) for name in names)
+
+
+class _Experts(torch.autograd.Function):
+    """The experts over rows, or over tokens where ``slots`` say which rows are theirs."""
+
+    gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
+
+    @staticmethod
+    def forward(ctx, x, weights, gate_up, down, offsets, slots, products, into):
+        kind = products.elementwise
+        rows = x if slots is None else scatter(x, slots, kernels=kind)
+        gated = grouped_mm(rows, gate_up, offsets, kernels=products.forward)
+        del rows
+        if slots is not None:
+            weights = _by_row(weights, slots)
+        hidden = swiglu_forward(gated, weights, offsets, kernels=kind)
+        out = grouped_mm(hidden, down, offsets, kernels=products.forward)
+        ctx.save_for_backward(x, weights, gate_up, down, offsets, slots, gated)
+        ctx.products, ctx.into = products, into
+        return out if slots is None else gather_sum(out, slots, kernels=kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weights, gate_up, down, offsets, slots, gated = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # each goes with its last use below
+        _, input_grad, weight_grad, kind = ctx.products
+        into_gate_up, into_down = ctx.into
+        grad = grad.contiguous() if slots is None else scatter(grad, slots, kernels=kind)
+        grad_hidden = grouped_mm(grad, down.mT, offsets, kernels=input_grad)
+        grad_gated, hidden, grad_weights = swiglu_backward(grad_hidden, gated, weights, offsets, kernels=kind)
+        del grad_hidden, gated
+        grad_down = grouped_weight_grad(hidden, grad, offsets, into=into_down, kernels=weight_grad)
+        del hidden, grad
+        rows = x if slots is None else scatter(x, slots, kernels=kind)
+        grad_gate_up = grouped_weight_grad(rows, grad_gated, offsets, into=into_gate_up, kernels=weight_grad)
+        del rows
+        grad_x = grouped_mm(grad_gated, gate_up.mT, offsets, kernels=input_grad)
+        del grad_gated
+        if slots is not None:
+            assert grad_weights is not None
+            grad_x, grad_weights = gather_sum(grad_x, slots, kernels=kind), grad_weights[slots]
+        return grad_x, grad_weights, grad_gate_up, grad_down, None, None, None, None
+
+
+def _by_row(weights: Float[Tensor, "t k"], slots: Int[Tensor, "t k"]) -> Float[Tensor, " r"]:
+    """Put the weight of each route where its row is."""
+    return torch.empty_like(weights).view(-1).scatter_(0, slots.flatten(), weights.flatten())
 
 
 class _ContiguousGrad(torch.autograd.Function):
@@ -99,18 +191,3 @@ class _ContiguousGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         return grads[0].contiguous()
-
-
-def swiglu(x: Float[Tensor, "*n h2"]) -> Float[Tensor, "*n h"]:
-    """Return ``silu(gate) * up`` of the two halves of the last dim (Shazeer 2020, arXiv:2002.05202)."""
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-def _loop_mm(rows: Tensor, weights: Tensor, *, offs: Tensor) -> Tensor:
-    """Multiply one group after the other; rows beyond the last offset give zeros."""
-    ends = offs.tolist()
-    sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    *groups, tail = rows.split([*sizes, len(rows) - (ends[-1] if ends else 0)])
-    out = [group @ w for group, w in zip(groups, weights, strict=True)]
-    return torch.cat([*out, tail.new_zeros(len(tail), weights.shape[-1])])

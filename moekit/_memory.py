@@ -9,11 +9,12 @@ from typing import Any, Literal, NamedTuple
 
 from moekit.config import ModelConfig, Stage
 from moekit.kernels.attention import D_HEADS
+from moekit.losses import tokens_per_chunk
 from moekit.params import param_shapes
 from moekit.plan import split_layers
 from moekit.schedules import Schedule, interleaved, one_f_one_b
 
-CHUNK = 2**27  # logits that moekit.losses.cross_entropy holds at once
+CHUNK = 2**29  # logits that moekit.losses.cross_entropy holds at most
 BUCKET = 2**28  # bytes that moekit.shard_optimizer reduces at once
 
 
@@ -268,10 +269,9 @@ class _Walk:
         """Walk through the backward, last layer first; ``grow``: its gradients' sums come into being."""
         kept, grown = self.kept, 0
         if self.stage.heads:
-            chunk = min(max(CHUNK // self.config.vocab_size, 1), self.tokens)
-            logits = chunk * self.config.vocab_size * (4 + (self.size if self.size < 4 else 0))
-            scaled = (4 + self.size) * self.head + 2 * self.stream
-            yield _Moment(kept, max(self.size * self.head + logits, scaled), grown)
+            vocab = self.config.vocab_size
+            logits = tokens_per_chunk(self.tokens, vocab, CHUNK) * vocab * self.size
+            yield _Moment(kept, max(logits, self.size * self.head + self.stream), grown)
             kept -= self.kept_head
             grown += 4 * self.head * grow
         for layer in reversed(self.layers):

@@ -3,14 +3,19 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from moekit._dispatch import Transport, combine, dispatch
-from moekit._experts import Kernels, expert_forward, swiglu
+from moekit._experts import Kernels, expert_forward, experts_over_tokens
 from moekit._route import Routing, route
+from moekit.kernels import choose_products, elementwise, use_triton
+from moekit.kernels.permute import expert_slots
+from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from moekit.mesh import local
 
 
@@ -21,6 +26,7 @@ def moe(
     top_k: int,
     via: str | Transport | None = None,
     kernels: Kernels = "auto",
+    grad_into: TensorDict | Mapping[str, Tensor] | None = None,
     mesh: DeviceMesh | None = None,
     **route_options: Any,
 ) -> tuple[Float[Tensor, "t d"], Routing]:
@@ -39,7 +45,7 @@ def moe(
         As for :func:`moekit.route`.
     via, mesh
         As for :func:`moekit.dispatch`.
-    kernels
+    kernels, grad_into
         As for :func:`moekit.expert_forward`.
 
     Returns
@@ -48,17 +54,55 @@ def moe(
     routing : Routing
         For the balancing losses and counts.
     """
-    routing = route(params["router"], x, top_k=top_k, **route_options)
-    sent = dispatch(x, routing, via=via, mesh=mesh)
-    rows = expert_forward(params["experts"], sent.rows, sent.offsets, kernels=kernels)
-    y = combine(rows, sent)
+    routing = route(params["router"], x, top_k=top_k, kernels=elementwise(kernels), **route_options)
+    experts = params["experts"]
+    products = choose_products("moe", kernels, len(x) * top_k, local(experts["gate_up"]))
+    if products.elementwise == "triton" and via in (None, "local") and (mesh is None or mesh.size() == 1):
+        slots = expert_slots(routing.expert_ids, routing.n_experts)
+        offsets = routing.counts.cumsum(0).int()
+        y = experts_over_tokens(
+            experts, x, slots, routing.weights, offsets, products=products, grad_into=grad_into
+        )
+    else:
+        sent = dispatch(x, routing, via=via, mesh=mesh)
+        rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, grad_into=grad_into)
+        y = combine(rows, sent)
     if "shared" in params.keys():
-        y = y + feed_forward(params["shared"], x)
+        y = y + feed_forward(params["shared"], x, kernels=elementwise(kernels))
     return y, routing
 
 
 def feed_forward(
-    params: TensorDict | Mapping[str, Tensor], x: Float[Tensor, "*n d"]
+    params: TensorDict | Mapping[str, Tensor], x: Float[Tensor, "*n d"], *, kernels: str = "auto"
 ) -> Float[Tensor, "*n d"]:
-    """Apply a dense SwiGLU feed-forward: ``gate_up`` (d, 2h), ``down`` (h, d). Pure and differentiable."""
-    return swiglu(x @ local(params["gate_up"])) @ local(params["down"])
+    """Apply a dense SwiGLU feed-forward: ``gate_up`` (d, 2h), ``down`` (h, d). Pure and differentiable.
+
+    On CUDA it keeps ``x`` and the first product, and makes the hidden activations again in its backward.
+    """
+    gate_up, down = local(params["gate_up"]), local(params["down"])
+    if not use_triton("feed_forward", kernels, x):
+        return swiglu(x @ gate_up, kernels="torch") @ down
+    return _FeedForward.apply(x, gate_up, down)
+
+
+class _FeedForward(torch.autograd.Function):
+    gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
+
+    @staticmethod
+    def forward(ctx, x, gate_up, down):
+        gated = x.flatten(0, -2) @ gate_up
+        ctx.save_for_backward(x, gated, gate_up, down)
+        return (swiglu_forward(gated, None, None) @ down).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, gated, gate_up, down = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # each goes with its last use below
+        grad = grad.flatten(0, -2)
+        grad_gated, hidden, _ = swiglu_backward(grad @ down.mT, gated, None, None)
+        del gated
+        grad_down = hidden.mT @ grad
+        del hidden
+        grad_x = (grad_gated @ gate_up.mT).view(x.shape) if ctx.needs_input_grad[0] else None
+        return grad_x, x.flatten(0, -2).mT @ grad_gated, grad_down

@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
+from moekit.kernels.permute import count_experts
+from moekit.kernels.router import choose, router_logits
 from moekit.mesh import local
 from moekit.random import uniform
 
@@ -53,6 +55,7 @@ def route(
     assignment: Assignment = "top_k",
     key: Int[Tensor, ""] | None = None,
     token_ids: Int[Tensor, " t"] | None = None,
+    kernels: str = "auto",
 ) -> Routing:
     """Send each token to ``top_k`` of E experts.
 
@@ -88,6 +91,8 @@ def route(
         :func:`moekit.random.fold_in`.
     token_ids : Int[Tensor, " t"], optional
         Index of each token in the global batch; by default its place in ``x``.
+    kernels : {"auto", "torch", "triton"}
+        ``"triton"`` makes scores, choice and weights in one pass; ``"auto"`` does on CUDA.
 
     Returns
     -------
@@ -123,36 +128,31 @@ def route(
     if token_ids is not None and token_ids.shape != (len(x),):
         raise ValueError(f"route needs an id for each of {len(x)} tokens, got {tuple(token_ids.shape)}")
 
-    at_least_fp32 = torch.promote_types(x.dtype, torch.float32)
-    with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):  # which would round them
-        logits = x.to(at_least_fp32) @ local(router).to(at_least_fp32)
-    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
-
-    if assignment == "top_k":
-        expert_ids = _best(scores.detach(), bias, top_k, n_groups, top_groups)
-    else:
+    logits = router_logits(x, local(router))
+    expert_ids = None
+    if assignment != "top_k":
         assert key is not None
         expert_ids = _draw(assignment, key, token_ids, len(x), n_experts, top_k)
-
-    weights = scores.gather(-1, expert_ids)
-    if normalize == "l1":
-        weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    elif n_groups > top_groups:
+        scores = logits.detach().softmax(-1) if score == "softmax" else logits.detach().sigmoid()
+        expert_ids = _best_of_groups(scores if bias is None else scores + bias, top_k, n_groups, top_groups)
+    scores, expert_ids, weights = choose(
+        logits,
+        top_k=top_k,
+        score=score,
+        normalize=normalize,
+        scale=scale,
+        bias=bias,
+        expert_ids=expert_ids,
+        kernels=kernels,
+    )
     return Routing(
-        weights=weights * scale,
+        weights=weights,
         expert_ids=expert_ids,
         counts=count_experts(expert_ids, n_experts),
         logits=logits,
         scores=scores,
     )
-
-
-def count_experts(
-    expert_ids: Int[Tensor, "t k"], n_experts: int, mask: Tensor | None = None
-) -> Int[Tensor, " E"]:
-    """Count rows per expert, of the tokens where ``mask`` (t,) is true; no host sync."""
-    ones = torch.ones_like(expert_ids) if mask is None else mask[:, None].expand_as(expert_ids).long()
-    counts = torch.zeros(n_experts, dtype=torch.int64, device=expert_ids.device)
-    return counts.scatter_add_(0, expert_ids.flatten(), ones.flatten())
 
 
 def _check_groups(n_experts: int, n_groups: int, top_groups: int, top_k: int) -> None:
@@ -195,16 +195,14 @@ def _draw(
     return (token_ids[:, None] * top_k + experts[:top_k] + key % n_experts) % n_experts
 
 
-def _best(
-    scores: Float[Tensor, "t E"], bias: Tensor | None, top_k: int, n_groups: int, top_groups: int
+def _best_of_groups(
+    biased: Float[Tensor, "t E"], top_k: int, n_groups: int, top_groups: int
 ) -> Int[Tensor, "t k"]:
-    """Choose the best biased scores, within the best groups."""
-    biased = scores if bias is None else scores + bias
-    if n_groups > top_groups:
-        grouped = rearrange(biased, "t (g e) -> t g e", g=n_groups)
-        of_group = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
-        chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(
-            -1, of_group.topk(top_groups, dim=-1).indices, True
-        )
-        biased = rearrange(grouped.masked_fill(~chosen[..., None], -torch.inf), "t g e -> t (g e)")
-    return biased.topk(top_k, dim=-1).indices
+    """Choose the best biased scores within the best groups."""
+    grouped = rearrange(biased, "t (g e) -> t g e", g=n_groups)
+    of_group = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+    chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(
+        -1, of_group.topk(top_groups, dim=-1).indices, True
+    )
+    masked = grouped.masked_fill(~chosen[..., None], -torch.inf)
+    return rearrange(masked, "t g e -> t (g e)").topk(top_k, dim=-1).indices

@@ -12,7 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moekit._route import Routing, count_experts
+from moekit._route import Routing
+from moekit.kernels.permute import count_experts
 from moekit.mesh import all_gather, data_mesh
 
 Population = Literal["document", "rank", "micro_batch", "batch"]

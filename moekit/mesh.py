@@ -269,7 +269,14 @@ def local(p: Tensor) -> Tensor:
     """
     if not isinstance(p, DTensor):
         return p
-    return p.to_local(grad_placements=[Partial() if q.is_replicate() else q for q in p.placements])
+    return p.to_local(grad_placements=gradient_placements(p))
+
+
+def gradient_placements(p: Tensor) -> list[Placement] | None:
+    """Return the placements of a parameter's gradient before it is summed; None for a plain one."""
+    if not isinstance(p, DTensor):
+        return None
+    return [Partial() if q.is_replicate() else q for q in p.placements]
 
 
 def distribute(params: TensorDict, mesh: DeviceMesh | None) -> TensorDict:

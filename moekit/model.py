@@ -35,9 +35,10 @@ from moekit.context import (
     positions_of,
     whole_rows,
 )
-from moekit.kernels._backend import of_the_rest
+from moekit.kernels import elementwise
 from moekit.kernels.attention import attention_of_qkv, find_documents, has_kernel
 from moekit.kernels.qk_norm_rope import Rope, is_per_head, qk_norm_rope, rotate as rotate
+from moekit.kernels.rms_norm import rms_norm as normed
 from moekit.losses import cross_entropy
 from moekit.mesh import local
 from moekit.params import param_shapes
@@ -47,9 +48,16 @@ from moekit.tree import check_values
 Params = TensorDict | Mapping[str, Any]
 
 
-def rms_norm(x: Float[Tensor, "*n d"], gain: Float[Tensor, " d"], eps: float = 1e-5) -> Float[Tensor, "*n d"]:
-    """Divide by the root mean square of the last dim, times ``gain`` (arXiv:1910.07467)."""
-    return F.rms_norm(x, (x.shape[-1],), local(gain), eps)
+def rms_norm(
+    x: Float[Tensor, "*n d"],
+    gain: Float[Tensor, " d"],
+    eps: float = 1e-5,
+    *,
+    residual: Float[Tensor, "*n d"] | None = None,
+    kernels: str = "auto",
+) -> Float[Tensor, "*n d"]:
+    """Divide by the root mean square of the last dim, times ``gain`` (arXiv:1910.07467); add ``residual``."""
+    return normed(x, local(gain), eps, residual=residual, kernels=elementwise(kernels))
 
 
 def rope_table(n_positions: int, *, config: ModelConfig, like: Tensor) -> Rope:
@@ -161,8 +169,8 @@ def transformer_block(
     rope: Rope,
     mask: Mask = None,
     attend: Attend | None = None,
-    kernels: Kernels = "auto",
     wrap: Callable[[str, Callable], Callable] = lambda name, fn: fn,
+    kernels: Kernels = "auto",
     **moe_options: Any,
 ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
     """Add attention, then a feed-forward or a Mixture of Experts, each with its norms, to what came in.
@@ -177,12 +185,11 @@ def transformer_block(
         where present.
     x : Float[Tensor, "b s d"]
         The residual stream.
-    config, rope, mask, attend
+    config, rope, mask, attend, kernels
         As for :func:`forward` and :func:`attention`.
-    kernels : {"auto", "torch", "loop"}
-        As for :func:`moekit.expert_forward`; attention has no loop, and takes ``"torch"`` for it.
     wrap : callable
-        ``wrap(name, fn)`` for the parts ``"attention"`` and ``"ffn"``; see :func:`moekit.remat`.
+        ``wrap(name, fn)`` for the parts ``"attention"`` and ``"ffn"``, each with what it adds to; see
+        :func:`moekit.remat`.
     **moe_options
         As for :func:`moekit.moe`.
 
@@ -207,7 +214,7 @@ def transformer_block(
             mask=mask,
             attend=attend,
             eps=eps,
-            kernels=of_the_rest(kernels),
+            kernels=elementwise(kernels),
         )
 
     def feed(z: Tensor) -> tuple[Tensor, Routing | None]:
@@ -227,20 +234,20 @@ def transformer_block(
         )
         return y.view(z.shape), routing
 
-    def norm(name: str, z: Tensor) -> Tensor:
-        return rms_norm(z, params[name], eps) if name in params.keys() else z
+    def norm(name: str, z: Tensor, residual: Tensor | None = None) -> Tensor:
+        if name in params.keys():
+            return rms_norm(z, params[name], eps, residual=residual, kernels=kernels)
+        return z if residual is None else residual + z
 
     def attention_part(z: Tensor) -> Tensor:
-        return norm("attention_norm_out", mix(norm("attention_norm_in", z)))
+        return norm("attention_norm_out", mix(norm("attention_norm_in", z)), residual=z)
 
     def ffn_part(z: Tensor) -> tuple[Tensor, Routing | None]:
         y, routing = feed(norm("ffn_norm_in", z))
-        return norm("ffn_norm_out", y), routing
+        return norm("ffn_norm_out", y, residual=z), routing
 
     attention_part, ffn_part = wrap("attention", attention_part), wrap("ffn", ffn_part)
-    x = x + attention_part(x)
-    y, routing = ffn_part(x)
-    return x + y, routing
+    return ffn_part(attention_part(x))
 
 
 def forward(
@@ -255,6 +262,7 @@ def forward(
     assignment: Assignment = "top_k",
     via: str | Transport | None = None,
     kernels: Kernels = "auto",
+    grad_into: Params | None = None,
     block: Callable = transformer_block,
     attention_via: AttentionVia | None = None,
     context: DeviceMesh | None = None,
@@ -286,6 +294,8 @@ def forward(
         As for :func:`moekit.route`; the key of each layer is ``fold_in(key, layer)``.
     via, kernels
         As for :func:`moekit.dispatch` and :func:`moekit.expert_forward`.
+    grad_into : TensorDict, optional
+        Buffers under the names of experts' parameters, for :func:`moekit.expert_forward`.
     block : callable
         Applied to each layer; ``moekit.remat(moekit.model.transformer_block)`` recomputes it in backward.
     attention_via : {"all_to_all", "all_gather"}, optional
@@ -329,11 +339,11 @@ def forward(
         "forward",
         n_heads=config.n_heads,
         via=attention_via,
-        kernels=of_the_rest(kernels),
+        kernels=elementwise(kernels),
         mesh=context,
     )
     b, s = tokens.shape
-    hidden = _embed(params, tokens, config) if x is None else x
+    hidden = _embed(params, tokens, config, kernels) if x is None else x
     positions = positions_of(s, device=tokens.device, mesh=context)
     whole = s if context is None else s * context.size()
     cos, sin = rope_table(whole, config=config, like=hidden)
@@ -346,15 +356,13 @@ def forward(
         documents = whole_rows(documents, mesh=context)
         if attention_via == "all_gather":
             mask = document_mask(documents, dtype=hidden.dtype, queries=positions)
-        elif has_kernel("forward", of_the_rest(kernels), hidden, config.d_head):
+        elif has_kernel("forward", elementwise(kernels), hidden, config.d_head):
             mask = find_documents(documents)
         else:
             mask = document_mask(documents, dtype=hidden.dtype)
     routings = []
     for i in stage.layers:
-        options: dict[str, Any] = dict(kernels=kernels)
-        if context is not None:
-            options["attend"] = attend
+        options: dict[str, Any] = {"kernels": kernels} | ({} if context is None else {"attend": attend})
         if config.is_moe(i):
             options |= dict(
                 bias=None if biases is None else biases[i - config.n_dense_layers],
@@ -364,22 +372,29 @@ def forward(
                 via=via,
                 mesh=None if mesh is None else mesh["ep"],
             )
+            if grad_into is not None:
+                options["grad_into"] = grad_into["layers"][str(i)]["moe"]["experts"]
         hidden, routing = block(
             params["layers"][str(i)], hidden, config=config, rope=rope, mask=mask, **options
         )
         if routing is not None:
             routings.append(routing)
     if stage.heads:
-        hidden = rms_norm(hidden, params["norm"], config.norm_eps)
+        hidden = rms_norm(hidden, params["norm"], config.norm_eps, kernels=kernels)
     return hidden, routings
 
 
-def _embed(params: Params, tokens: Tensor, config: ModelConfig) -> Tensor:
+def _embed(params: Params, tokens: Tensor, config: ModelConfig, kernels: Kernels) -> Tensor:
     _check_tokens("forward", tokens, config.vocab_size)
     x = F.embedding(tokens, local(params["embedding"]))
     if "embedding_norm" not in params.keys():
         return x
-    return rms_norm(x * config.d_model**0.5, params["embedding_norm"], config.norm_eps)
+    return rms_norm(x * config.d_model**0.5, params["embedding_norm"], config.norm_eps, kernels=kernels)
+
+
+def is_expert(name: str) -> bool:
+    """Say whether a parameter of this name is one of the experts' matrices; for ``accumulate(straight=)``."""
+    return ".experts." in name
 
 
 def head_weight(params: Params) -> Float[Tensor, "d v"]:
@@ -530,6 +545,7 @@ def stage_loss(
             batch.targets.flatten(),
             batch.mask.flatten().to(zero.dtype) / batch.n_targets.clamp_min(1),
             z_weight=config.head_z_weight,
+            kernels=elementwise(options.get("kernels", "auto")),
         )
 
     b, s = batch.tokens.shape

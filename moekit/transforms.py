@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from moekit.batch import split_batch
-from moekit.mesh import sum_over_ranks
+from moekit.mesh import gradient_placements, sum_over_ranks
 from moekit.tree import add_up, at_least_float32, held, in_turn, map_named, named, nested, on_mesh
 
 OnGrad = Callable[[str, Tensor], Tensor | None]
@@ -36,10 +36,11 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
     Returns
     -------
     callable
-        ``run(params, *args, on_grad=None, **kwargs) -> (loss, grads)`` or ``((loss, aux), grads)``, grads a
-        TensorDict like ``params``. ``on_grad(name, grad)`` runs *during* backward, once a parameter's
-        gradient is complete; what it returns takes the gradient's place in ``grads``, and ``None`` leaves it
-        out.
+        ``run(params, *args, on_grad=None, grad_into=None, **kwargs) -> (loss, grads)`` or ``((loss, aux),
+        grads)``, grads a TensorDict like ``params``. ``on_grad(name, grad)`` runs *during* backward, once a
+        parameter's gradient is complete; what it returns takes the gradient's place in ``grads``, and
+        ``None`` leaves it out. ``grad_into`` goes to ``loss_fn`` where given: buffers to which its backward
+        adds gradients itself, which are then left out of ``grads``.
 
     Raises
     ------
@@ -49,7 +50,16 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
         When a parameter is not of a floating-point dtype.
     """
 
-    def run(params: TensorDict, *args: Any, on_grad: OnGrad | None = None, **kwargs: Any):
+    def run(
+        params: TensorDict,
+        *args: Any,
+        on_grad: OnGrad | None = None,
+        grad_into: TensorDict | None = None,
+        **kwargs: Any,
+    ):
+        straight: dict[str, Tensor] = {}
+        if grad_into is not None:
+            straight, kwargs["grad_into"] = named(grad_into), grad_into
         grads: dict[str, Tensor | None] = {}
 
         def ready(name: str, grad: Tensor) -> None:
@@ -73,8 +83,8 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
             )
         if loss.requires_grad:
             torch.autograd.backward(loss, inputs=list(leaves.values()))
-        check_reached("value_and_grad", leaves, grads)
-        tree = nested({name: grads[name] for name in leaves if grads[name] is not None})
+        check_reached("value_and_grad", leaves, grads.keys() | straight.keys())
+        tree = nested({name: grads[name] for name in leaves if grads.get(name) is not None})
         loss = loss.detach()
         if has_aux:
             return (loss, tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)), tree
@@ -83,7 +93,13 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
     return run
 
 
-def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None = None) -> Callable:
+def accumulate(
+    grad_fn: Callable,
+    n_microbatches: int,
+    *,
+    on_grad: OnGrad | None = None,
+    straight: Callable[[str], bool] | None = None,
+) -> Callable:
     """Return a function that runs ``grad_fn`` on ``n_microbatches`` slices of its batch and sums what comes.
 
     Losses are shares of the global batch's, so nothing is divided. Gradients are added during backward to
@@ -99,6 +115,10 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
         What becomes of each micro-batch's gradient before it is added, e.g. ``optimizer.on_grad`` of
         ``shard_optimizer(reduce="micro_batch")``, which reduce-scatters it. What it returns is added after
         its next call, so that a collective goes on while backward does.
+    straight : callable, optional
+        ``straight(name)`` says which gradients the loss adds to the float32 buffers itself, given them as
+        ``grad_into``; :func:`moekit.model.is_expert` for :func:`moekit.next_token_loss`, whose kernels add
+        before they round. Not together with ``on_grad``.
 
     Returns
     -------
@@ -118,9 +138,13 @@ def accumulate(grad_fn: Callable, n_microbatches: int, *, on_grad: OnGrad | None
     """
     if n_microbatches < 1:
         raise ValueError(f"accumulate needs n_microbatches >= 1, got {n_microbatches}")
+    if straight is not None and on_grad is not None:
+        raise ValueError("accumulate needs no on_grad with straight, which it would not see; leave one out")
 
     def run(params: TensorDict, batch: Any, *, into: TensorDict | None = None, **kwargs: Any):
         sums = GradientSums("accumulate", params, on_grad, into)
+        if straight is not None:
+            kwargs["grad_into"] = sums.buffers({n: p for n, p in named(params).items() if straight(n)})
         total = None
         for part in split_batch(batch, n_microbatches):
             value, _ = grad_fn(params, part, on_grad=sums.add, **kwargs)
@@ -244,8 +268,8 @@ def differentiable(who: str, params: TensorDict, ready: Callable[[str, Tensor], 
 
     def hand_over(name: str, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
-        assert grad is not None
-        ready(name, grad)
+        if grad is not None:  # None from a function that has added it to a buffer
+            ready(name, grad)
 
     def fresh(name: str, p: Tensor) -> Tensor:
         if not p.is_floating_point():
@@ -287,6 +311,19 @@ class GradientSums:
             self._in_flight.append((name, new))
             if in_turn(new):
                 self.land()
+
+    def buffers(self, params: dict[str, Tensor]) -> TensorDict:
+        """Return zeroed buffers for gradients that are added by other hands."""
+        for name, p in params.items():
+            grad = on_mesh(held(p).detach(), like=p, placements=gradient_placements(p))
+            if name in self._buffers:
+                self._sums[name] = self._checked_buffer(name, grad)
+                held(self._sums[name]).zero_()
+            else:
+                zeros = torch.zeros_like(held(p), dtype=torch.promote_types(p.dtype, torch.float32))
+                self._sums[name] = on_mesh(zeros, like=p, placements=gradient_placements(p))
+            self.reached.add(name)
+        return nested({name: self._sums[name] for name in params})
 
     def land(self) -> None:
         """Add what is in flight."""

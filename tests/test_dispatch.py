@@ -6,8 +6,7 @@ from hypothesis import given, settings, strategies as st
 from reference import close, draw, refuses, with_grads
 
 import moekit as mk
-from moekit._dispatch import gather, invert
-from moekit._route import count_experts
+from moekit.kernels.permute import count_experts, invert, to_rows, to_tokens
 
 VIA = pytest.mark.parametrize("via", ["local", "all_to_all"])
 CHOICES = st.integers(
@@ -105,11 +104,12 @@ def test_a_strangers_transport_carries_the_rows():
 
 
 @given(st.permutations(range(6)))
-def test_an_order_and_its_inverse_cancel_and_gather_back_what_they_gathered(order):
+def test_an_order_and_its_inverse_cancel_and_tokens_come_back_from_where_they_went(order):
     order, x = torch.tensor(order), draw(6, 2)
     assert invert(order)[order].tolist() == list(range(6))
-    got = with_grads(lambda x: gather(x, order, invert(order)[:, None]), x)
+    got = with_grads(lambda x: to_rows(x, invert(order)[:, None]), x)
     close(got, with_grads(lambda x: x[order], x))
+    close(to_tokens(x[order], invert(order)[:, None]), x)
 
 
 def mesh(size, names=("ep",)):

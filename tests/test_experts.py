@@ -4,7 +4,7 @@ from hypothesis import given, settings, strategies as st
 from reference import close, draw, feed_forward, refuses, with_grads
 
 import moekit as mk
-from moekit._experts import swiglu
+from moekit.kernels.swiglu import swiglu
 from moekit.testing import check_kernel
 
 D, H = 8, 12
@@ -123,7 +123,10 @@ def test_swiglu_gates_the_second_half_with_the_first():
     ("changes", "message"),
     [
         (dict(activation="gelu"), "expert_forward needs activation 'swiglu', got 'gelu'"),
-        (dict(kernels="cuda"), "expert_forward needs kernels 'auto', 'torch' or 'loop', got 'cuda'"),
+        (
+            dict(kernels="cuda"),
+            "expert_forward needs kernels 'auto', 'torch', 'triton', 'quack' or 'loop', got 'cuda'",
+        ),
         (dict(rows=draw(5, 9)), "rows (r, d), offsets (e,), got (2, 8, 24), (2, 12, 8), (5, 9), (2,)"),
         (dict(offsets=ends(5)), "rows (r, d), offsets (e,), got (2, 8, 24), (2, 12, 8), (5, 8), (1,)"),
         (

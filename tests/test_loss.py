@@ -145,4 +145,4 @@ print(status("VmHWM") - before)
 def test_logits_of_a_whole_batch_are_never_held(t):
     done = subprocess.run([sys.executable, "-c", MEMORY.format(t=t)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert 0.5 < float(done.stdout) < 2.0  # GiB; all logits and their gradient would be 3.1 and 12.3
+    assert 0.35 < float(done.stdout) < 1.0  # GiB; all logits and their gradient would be 3.1 and 12.3

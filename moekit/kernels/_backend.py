@@ -1,7 +1,6 @@
 """Which implementation runs, and Triton where it is installed."""
 
 import inspect
-import typing
 from typing import Any
 
 import torch
@@ -10,24 +9,25 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor as TensorDescriptor
 except ImportError:  # kernels can still be defined, never launched
-    triton = None
+    triton = TensorDescriptor = None  # type: ignore[assignment]
 
-    class tl:  # type: ignore[no-redef]  # noqa: D101, N801
+    class tl:  # type: ignore[no-redef]
         constexpr = None
 
 
 def jit(fn: Any) -> Any:
-    """Compile a kernel where Triton is installed; shape checks leave it alone."""
-    fn = typing.no_type_check(inspect.unwrap(fn))  # whose globals are those of its module
+    """Compile a kernel where Triton is installed, without the shape checks that tests put around it."""
+    fn = inspect.unwrap(fn)
     return fn if triton is None else triton.jit(fn)
 
 
 def use_triton(who: str, kernels: str, x: Tensor) -> bool:
     """Say whether a function runs its Triton kernel on ``x``.
 
-    ``"auto"`` takes it on CUDA devices, in half precision and float32. ``"triton"`` insists; on a CPU it needs
-    Triton's interpreter (``TRITON_INTERPRET=1``), which tests use.
+    ``"auto"`` takes it on CUDA devices, but for float64. ``"triton"`` insists; on a CPU it needs Triton's
+    interpreter (``TRITON_INTERPRET=1``), which tests use.
 
     Raises
     ------
@@ -52,13 +52,8 @@ def use_triton(who: str, kernels: str, x: Tensor) -> bool:
 
 
 def on_cuda(x: Tensor) -> bool:
-    """Say whether Triton runs on the device of ``x``, CUDA's; a dry run puts another answer in its place."""
+    """Say whether Triton runs where ``x`` is; a dry run puts what it stands for in this function's place."""
     return triton is not None and x.is_cuda
-
-
-def of_the_rest(kernels: str) -> str:
-    """Return what the other parts of a layer take for ``kernels``, given what its experts take."""
-    return {"quack": "auto", "loop": "torch"}.get(kernels, kernels)
 
 
 def _loop_bound(x):
@@ -79,3 +74,8 @@ else:
 def next_power_of_2(n: int) -> int:
     """Return the least power of two that is at least ``n``, as block sizes are."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def elementwise(kernels: str) -> str:
+    """Return what operations beside the grouped GEMMs use, given what a model is told for those."""
+    return {"quack": "auto", "loop": "torch"}.get(kernels, kernels)

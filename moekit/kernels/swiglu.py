@@ -19,7 +19,7 @@ End = Int[Tensor, " e"] | None  # its last element is where valid rows end
 
 
 def swiglu(gate_up: Float[Tensor, "*n h2"], *, kernels: str = "auto") -> Float[Tensor, "*n h"]:
-    """Return ``silu(gate) * up`` of the two halves of the last dim. Pure and differentiable; keeps its input."""
+    """Return ``silu(gate) * up`` of the last dim's halves. Pure and differentiable; keeps its input."""
     if not use_triton("swiglu", kernels, gate_up):
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
@@ -41,7 +41,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu_forward(gate_up: Float[Tensor, "r h2"], weights: Weights, end: End, *, kernels: str = "auto"):
-    """Return the hidden rows (r, h), each times its weight; rows past the end are undefined. Not differentiable."""
+    """Return the hidden rows (r, h), each times its weight; undefined past the end. Not differentiable."""
     if use_triton("swiglu_forward", kernels, gate_up):
         return torch.ops.moekit.swiglu(gate_up, weights, end)
     gate, up = gate_up.chunk(2, -1)
@@ -57,7 +57,7 @@ def swiglu_backward(
     *,
     kernels: str = "auto",
 ) -> tuple[Float[Tensor, "r h2"], Float[Tensor, "r h"], Weights]:
-    """Return the gradient of ``gate_up``, the hidden rows that :func:`swiglu_forward` gave, and that of the weights.
+    """Return the gradient of ``gate_up``, what :func:`swiglu_forward` gave, and the gradient of the weights.
 
     Not differentiable. Rows past the end are undefined.
     """

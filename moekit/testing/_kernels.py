@@ -15,6 +15,13 @@ SIZES = {  # name: rows of each expert; rows after the last are garbage
     "no rows": ([0, 0, 0, 0], 0),
     "one row": ([0, 1, 0, 0], 0),
     "garbage after the end": ([30, 2, 0, 17], 15),
+    "seven rows": ([0, 3, 0, 4], 0),
+    "65,537 rows": ([20_000, 0, 45_536, 1], 0),
+}
+LAYOUTS = {  # name: what is done to weights whose values must not change
+    "as they are": lambda w: w,
+    "transposed weights": lambda w: w.mT.contiguous().mT,
+    "weights of a larger tensor": lambda w: torch.stack([w, w], -1)[..., 0],
 }
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 1e-2}
 
@@ -24,9 +31,9 @@ def check_kernel(
 ) -> str:
     """Check an implementation of the experts against the loop in float64: output and every gradient.
 
-    Cases: equal and ragged groups, experts without rows, one that takes all, no rows at all, and NaN in the
-    rows and gradients past the end, which must reach neither a valid row nor a weight. Twice in a row with
-    the same bits.
+    Cases: equal and ragged groups, experts without rows, one that takes all, 0, 1, 7 and 65,537 rows, weights
+    that are not contiguous, and NaN in the rows and gradients past the end, which must reach neither a valid
+    row nor a weight. Twice in a row with the same bits.
 
     Parameters
     ----------
@@ -54,9 +61,11 @@ def check_kernel(
     if dtype not in TOLERANCE:
         raise ValueError(f"check_kernel needs a dtype of {[*map(str, TOLERANCE)]}, got {dtype}")
     lines = []
-    for case, (sizes, n_tail) in SIZES.items():
-        errors, first = _errors(op, sizes, n_tail, 64, 48, dtype, device)
-        _, second = _errors(op, sizes, n_tail, 64, 48, dtype, device)
+    cases = [(case, sizes, n_tail, "as they are") for case, (sizes, n_tail) in SIZES.items()]
+    cases += [(layout, [30, 2, 0, 170], 15, layout) for layout in list(LAYOUTS)[1:]]
+    for case, sizes, n_tail, layout in cases:
+        errors, first = _errors(op, sizes, n_tail, layout, dtype, device)
+        _, second = _errors(op, sizes, n_tail, layout, dtype, device)
         for name, error in errors.items():
             assert error <= TOLERANCE[dtype], f"{name} ({case}, {dtype}): relative error {error:.1e}"
             assert torch.equal(first[name], second[name]), f"{name} differs the second time ({case}, {dtype})"
@@ -67,21 +76,22 @@ def check_kernel(
 
 
 def _errors(
-    op: Callable, sizes: list[int], n_tail: int, d: int, h: int, dtype: torch.dtype, device: str
+    op: Callable, sizes: list[int], n_tail: int, layout: str, dtype: torch.dtype, device: str
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    valid, e = sum(sizes), len(sizes)
+    valid, e, d, h = sum(sizes), len(sizes), 64, 48
     gate_up, down = draw(e, d, 2 * h) / d**0.5, draw(e, h, d) / h**0.5
     rows, grad = draw(valid + n_tail, d), draw(valid + n_tail, d)
     rows[valid:], grad[valid:] = torch.nan, torch.nan
     offsets = torch.tensor(sizes, device=device).cumsum(0).int()
 
     def run(fn: Callable, dtype: torch.dtype, n: int) -> dict[str, Tensor]:
-        leaves = [z.to(dtype).requires_grad_() for z in (rows[:n], gate_up, down)]
+        laid_out = [LAYOUTS[layout](w.to(dtype)) for w in (gate_up, down)]
+        leaves = [z.detach().requires_grad_() for z in (rows[:n].to(dtype), *laid_out)]
         out = fn({"gate_up": leaves[1], "down": leaves[2]}, leaves[0], offsets)
         grads = torch.autograd.grad(out, leaves, grad[:n].to(dtype))
         named = zip(("output", "rows", "gate_up", "down"), (out.detach(), *grads), strict=True)

@@ -1,6 +1,7 @@
 """The functional core on one CUDA device."""
 
 import functools
+import importlib.util
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import moekit as mk
 from moekit.testing import check_kernel
+from moekit.testing._kernels import relative_error
 
 CONFIG = mk.ModelConfig(
     vocab_size=512,
@@ -47,9 +49,13 @@ def names_and_grads(grads):
         yield key, g.full_tensor() if isinstance(g, DTensor) else g
 
 
-@pytest.mark.parametrize("kernels", ["torch", "loop"])
+@pytest.mark.parametrize("kernels", ["torch", "loop", "triton", "quack", "auto"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_experts_equal_the_float64_loop(kernels, dtype):
+    if kernels == "quack" and importlib.util.find_spec("quack") is None:
+        pytest.skip("quack-kernels is not installed: no package named quack")
+    if kernels == "quack" and dtype != torch.bfloat16:
+        pytest.skip("quack-kernels multiplies float32 as TF32, so moekit does not offer it")
     op = functools.partial(mk.expert_forward, kernels=kernels)
     print(check_kernel(op, dtype=dtype, device="cuda", large=dtype == torch.bfloat16))
 
@@ -90,7 +96,10 @@ def test_a_training_step_does_not_wait_for_the_device():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_one_rank_nccl_mesh_gives_the_gradients_of_no_mesh(dtype, tmp_path):
     params, batch = make(dtype)
-    loss_fn = functools.partial(mk.next_token_loss, config=CONFIG)
+    key = mk.random.make_key(
+        0, "cuda"
+    )  # else bfloat16's rounding, other in "all_to_all", sends tokens elsewhere
+    loss_fn = functools.partial(mk.next_token_loss, config=CONFIG, key=key, assignment="random")
     _, want = mk.value_and_grad(loss_fn, has_aux=True)(params, batch)
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
@@ -100,7 +109,8 @@ def test_a_one_rank_nccl_mesh_gives_the_gradients_of_no_mesh(dtype, tmp_path):
             on_mesh = functools.partial(loss_fn, mesh=mesh, via=via)
             grad_fn = mk.data_parallel(mk.value_and_grad(on_mesh, has_aux=True), mesh=mesh)
             _, grads = grad_fn(params, batch)
-            for key, g in names_and_grads(grads):
-                torch.testing.assert_close(g, want[key].to(g.dtype), rtol=1e-5, atol=1e-6)
+            for name, g in names_and_grads(grads):
+                exact = via == "local" or dtype == torch.float32
+                assert relative_error(g, want[name]) < (1e-5 if exact else 2e-2), (name, via)
     finally:
         dist.destroy_process_group()

@@ -1,0 +1,345 @@
+"""The harness of the benchmarks: candidates take turns on one device, and two ceilings take turns with them.
+
+A GPU's clock follows its temperature and power, so figures of two runs cannot be compared, nor can the first
+and the last of one run. Here every candidate has a slot of a quarter of a second in each round, at another
+place of the round each time, and so have the two ceilings: a dense bfloat16 product and a device copy. What
+is compared was measured within seconds, and shares of a ceiling are shares of what the device gave then.
+
+    results = measure({"mine": Candidate(run=step, flops=6e12)}, device="cuda")
+    print(table(results))
+
+A call is timed by two CUDA events in the stream of its kernels. The host runs ahead of the device, so its own
+time counts only where it cannot keep up, as in training; for kernels too short for that, see
+:func:`graphed`.
+"""
+
+import functools
+import gc
+import importlib.metadata
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DENSE, COPY = "dense ceiling", "copy ceiling"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Something to time, and what one run of it does; a rate is given for each number that is."""
+
+    run: Callable[[], object]
+    flops: float | None = None
+    bytes: float | None = None  # read and written
+    tokens: float | None = None
+    calls: int = 1  # of the operation in one run, as in a CUDA graph; the other numbers are for one call
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What was measured of one candidate, or why nothing was; times are of one call."""
+
+    name: str
+    error: str | None = None
+    seconds: float | None = None  # median over all calls of all rounds
+    seconds_p10: float | None = None
+    seconds_p90: float | None = None
+    n_timed: int = 0
+    peak_bytes: int | None = None  # that a call allocates on top of what was there before it
+    flops_per_second: float | None = None
+    bytes_per_second: float | None = None
+    tokens_per_second: float | None = None
+    of_dense: float | None = None  # flops_per_second as a share of the dense ceiling's
+    of_copy: float | None = None  # bytes_per_second as a share of the copy ceiling's
+
+
+# --- Measuring ------------------------------------------------------------------------
+
+
+def measure(
+    candidates: Mapping[str, Candidate],
+    *,
+    device: str,
+    errors: Mapping[str, str] | None = None,
+    rounds: int = 5,
+    slot: float = 0.25,
+) -> list[Result]:
+    """Time candidates and ceilings in turn.
+
+    Parameters
+    ----------
+    candidates
+        By name. They have run once already if their first run compiles something.
+    device : str
+        ``"cuda"``, or ``"cpu"``: with a clock on the host, and small ceilings.
+    errors : mapping, optional
+        Name and reason of candidates that could not be made; they become results beside the others.
+    rounds, slot : int, float
+        In each round each candidate runs for ``slot`` seconds, and three times at least, after one run that
+        is not timed.
+
+    Returns
+    -------
+    list of Result
+        The ceilings first. A candidate that raises has its error as the result.
+    """
+    candidates = {**ceilings(device), **candidates}
+    failed = dict(errors or {})
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    peaks: dict[str, int] = {}
+    names = list(candidates)
+    for i in range(rounds):
+        start = i * len(names) // rounds
+        for name in names[start:] + names[:start]:
+            if name in failed:
+                continue
+            try:
+                found, peaks[name] = _slot(candidates[name].run, slot, device)
+                times[name] += found
+            except Exception as e:
+                failed[name] = describe(e)
+            if name in failed:
+                free(device)
+    return _results(candidates, times, peaks, failed)
+
+
+def _slot(run: Callable[[], object], slot: float, device: str) -> tuple[list[float], int]:
+    """Return the seconds of each run that fits into the slot, and the bytes that a run allocates."""
+    if device != "cuda":
+        run()
+        found, end = [], time.perf_counter() + slot
+        while len(found) < 3 or time.perf_counter() < end:
+            start = time.perf_counter()
+            run()
+            found.append(time.perf_counter() - start)
+        return found, 0
+
+    def timed(n: int) -> list[float]:
+        events = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(n)
+        ]
+        for start, end in events:
+            start.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in events]
+
+    torch.cuda.empty_cache()  # what another candidate left there could make this one wait for memory
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    timed(1)
+    peak = torch.cuda.max_memory_allocated() - before
+    found = timed(3)
+    return found + timed(int(slot / statistics.median(found)) - 3), peak
+
+
+def _results(
+    candidates: Mapping[str, Candidate],
+    times: Mapping[str, list[float]],
+    peaks: Mapping[str, int],
+    failed: Mapping[str, str],
+) -> list[Result]:
+    results = []
+    for name, candidate in candidates.items():
+        if name in failed:
+            continue
+        found = sorted(seconds / candidate.calls for seconds in times[name])
+        median = statistics.median(found)
+        results.append(
+            Result(
+                name=name,
+                seconds=median,
+                seconds_p10=found[len(found) // 10],
+                seconds_p90=found[len(found) * 9 // 10],
+                n_timed=len(found),
+                peak_bytes=peaks[name],
+                flops_per_second=candidate.flops and candidate.flops / median,
+                bytes_per_second=candidate.bytes and candidate.bytes / median,
+                tokens_per_second=candidate.tokens and candidate.tokens / median,
+            )
+        )
+    by_name = {result.name: result for result in results}
+    dense, copy = by_name.get(DENSE), by_name.get(COPY)
+    for result in results:
+        if dense and dense.flops_per_second and result.flops_per_second:
+            result.of_dense = result.flops_per_second / dense.flops_per_second
+        if copy and copy.bytes_per_second and result.bytes_per_second:
+            result.of_copy = result.bytes_per_second / copy.bytes_per_second
+    return results + [Result(name=name, error=error) for name, error in failed.items()]
+
+
+def ceilings(device: str) -> dict[str, Candidate]:
+    """Return a dense bfloat16 product of 8192³ and a copy of 1 GiB, which kernels can come near."""
+    n, n_bytes = (8192, 2**30) if device == "cuda" else (256, 2**20)
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device) for _ in range(2))
+    product = torch.empty_like(a)
+    source = torch.ones(n_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return {
+        DENSE: Candidate(run=functools.partial(torch.mm, a, b, out=product), flops=2 * n**3),
+        COPY: Candidate(run=functools.partial(target.copy_, source), bytes=2 * n_bytes),
+    }
+
+
+def graphed(run: Callable[[], object], *, calls: int) -> Callable[[], None]:
+    """Return the replay of a CUDA graph of several calls: what the device needs, without the host's launches.
+
+    A custom operator takes the host 50 to 100 µs, more than many of these kernels take the device: events
+    around single calls would time the host. In a graph kernels follow each other within 1 to 2 µs. ``run``
+    may read nothing back; what it returns is dropped, and its memory reused by the next call.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles and allocates workspaces, which a capture may not
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    return graph.replay
+
+
+def free(device: str) -> None:
+    """Give back memory that nothing refers to any more."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def describe(error: BaseException) -> str:
+    """Return an error's type and the beginning of what it says, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+@functools.cache
+def _started() -> float:
+    return time.perf_counter()
+
+
+def say(text: str) -> None:
+    """Print a line of progress with the seconds since the first."""
+    print(f"[{time.perf_counter() - _started():6.1f} s] {text}", flush=True)
+
+
+# --- Reporting ------------------------------------------------------------------------
+
+
+def environment(device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what the figures depend on beside the code: device, driver, and versions with those of peers."""
+    found: dict[str, Any] = dict(
+        date=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        device=torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads",
+        cuda=torch.version.cuda,
+    )
+    if device == "cuda" and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True)
+        found["driver, power limit"] = (done.stdout.splitlines() or [done.stderr])[0].strip()
+    for name in ("triton", *packages):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return one line a result, with a column for each number that some result has."""
+    columns: list[tuple[str, Callable[[Result], float | None], str]] = [
+        ("ms", lambda r: r.seconds and 1e3 * r.seconds, ".3f"),
+        ("p10", lambda r: r.seconds_p10 and 1e3 * r.seconds_p10, ".3f"),
+        ("p90", lambda r: r.seconds_p90 and 1e3 * r.seconds_p90, ".3f"),
+        ("TFLOP/s", lambda r: r.flops_per_second and r.flops_per_second / 1e12, ".1f"),
+        ("of dense", lambda r: r.of_dense, ".3f"),
+        ("GB/s", lambda r: r.bytes_per_second and r.bytes_per_second / 1e9, ".0f"),
+        ("of copy", lambda r: r.of_copy, ".3f"),
+        ("tokens/s", lambda r: r.tokens_per_second, ",.0f"),
+        ("peak GiB", lambda r: r.peak_bytes and r.peak_bytes / 2**30, ".2f"),
+        ("timed", lambda r: r.n_timed, "d"),
+    ]
+    columns = [column for column in columns if any(column[1](result) for result in results)]
+    lines = [["", *(title for title, _, _ in columns)]]
+    for result in results:
+        if result.error is None:
+            values = [(get(result), form) for _, get, form in columns]
+            lines.append([result.name, *("" if v is None else format(v, form) for v, form in values)])
+    wide = max(len(result.name) for result in results)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join([f"{line[0]:<{wide}}", *(f"{v:>{w}}" for v, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    return "\n".join(text + [f"{r.name:<{wide}}  FAILED  {r.error}" for r in results if r.error is not None])
+
+
+def write_json(path: Path | None, record: Mapping[str, Any]) -> None:
+    """Write a record, whose results may be :class:`Result`, over the file; without a path do nothing."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            json.dumps(record, indent=1, default=lambda z: asdict(z) if isinstance(z, Result) else str(z))
+            + "\n"
+        )
+
+
+def plot(path: Path | None, cases: Mapping[str, Sequence[Result]], *, rate: str) -> None:
+    """Draw a panel a case: a bar a candidate, with its 10th to 90th percentile, the ceiling as a line.
+
+    Parameters
+    ----------
+    path : Path, optional
+        The image; without it do nothing.
+    cases
+        Results by the title of their panel.
+    rate : {"flops", "bytes"}
+        Which rate the bars show, and so which ceiling the line is.
+    """
+    if path is None:
+        return
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    unit, ceiling = {"flops": ("TFLOP/s", DENSE), "bytes": ("TB/s", COPY)}[rate]
+    n_bars = max(len(results) for results in cases.values())
+    fig, axes = plt.subplots(1, len(cases), squeeze=False, figsize=(5 * len(cases), 1.5 + 0.3 * n_bars))
+    for axis, (title, results) in zip(axes[0], cases.items(), strict=True):
+        bars = [r for r in results if r.name not in (DENSE, COPY)]
+        for at, r in enumerate(bars):
+            value = getattr(r, f"{rate}_per_second")
+            if r.error is not None or value is None:
+                axis.text(0, at, " failed" if r.error else " not counted", va="center")
+                continue
+            assert r.seconds and r.seconds_p10 and r.seconds_p90
+            best, worst = value * r.seconds / r.seconds_p10, value * r.seconds / r.seconds_p90
+            axis.barh(at, value / 1e12, color="C0" if "moekit" in r.name else "C7")
+            axis.plot([worst / 1e12, best / 1e12], [at, at], color="black", linewidth=1)
+        for r in results:
+            if r.name == ceiling and r.error is None:
+                axis.axvline(getattr(r, f"{rate}_per_second") / 1e12, color="C3", label=r.name)
+                axis.legend(loc="lower right")
+        axis.set_yticks(range(len(bars)), [r.name for r in bars])
+        axis.set_ylim(len(bars) - 0.5, -0.5)
+        axis.set_xlabel(unit)
+        axis.set_title(title, fontsize="medium")
+    fig.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=120)
+    plt.close(fig)

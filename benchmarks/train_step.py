@@ -1,0 +1,223 @@
+r"""How fast is a training step of bench-8L on one GPU, and what does it hold, beside plain PyTorch?
+
+    python benchmarks/train_step.py --json docs/results/train_step.json --plot docs/results/train_step.png
+
+Three questions, each with the dense ceiling measured in the same rotation:
+
+- forward and backward of two sequences with E = 8 (tokens/s, peak memory);
+- the same with E = 48, to see what six times the experts cost;
+- the whole step: micro-batches accumulated in float32, the gradient's norm, AdamW over float32 masters.
+
+All candidates train the same tensors: the parameters, and in the whole step the masters, moments and sums.
+Routing is random. FLOPs are the model's (:func:`moekit.plan.flops_per_token`), nothing recomputed counted.
+The baseline is benchmarks/stock.py; peers' MoE layers stand in it in place of its own.
+"""
+
+import functools
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import tyro
+from measure import Candidate, Result, describe, environment, measure, plot, say, table, write_json
+from stock import make_loss
+from tensordict import TensorDict
+
+import moekit as mk
+from moekit import config, plan
+from moekit.tree import map_named, named
+
+# --- Config ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What is measured."""
+
+    parts: tuple[str, ...] = ("forward_backward", "experts", "whole_step")
+    candidates: tuple[str, ...] = ("moekit", "stock compiled", "stock compiled, head kept", "stock eager")
+    n_experts: int = 8
+    more_experts: int = 48
+    batch_size: int = 2  # sequences of a micro-batch
+    seq_len: int = 8192  # tokens
+    n_microbatches: int = 8  # of the whole step
+    rounds: int = 5
+    slot: float = 0.5  # seconds a candidate in a round
+    toy: bool = False  # a width for a CPU
+    json: Path | None = None
+    plot: Path | None = None
+
+
+cfg = tyro.cli(Config, description=__doc__)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+dtype = torch.float32 if cfg.toy else torch.bfloat16
+key = mk.random.make_key(0, device)
+
+
+def make_model(n_experts: int) -> mk.ModelConfig:
+    model = mk.preset("bench-8L", n_experts=n_experts, max_seq_len=max(cfg.seq_len, 8192))
+    return config.toy(model) if cfg.toy else model
+
+
+def make_batch(model: mk.ModelConfig, n_sequences: int) -> mk.batch.Batch:
+    """Return rows of one document each."""
+    tokens = torch.randint(model.vocab_size, (n_sequences, cfg.seq_len + 1), device=device)
+    ids = torch.arange(n_sequences, device=device)
+    return mk.count_tokens(mk.batch.make_batch(tokens, torch.zeros_like(tokens), ids))
+
+
+# --- The candidates' gradients --------------------------------------------------------
+
+
+def losses(model: mk.ModelConfig) -> dict[str, Callable]:
+    """Return ``loss(params, batch)`` of each candidate."""
+    ours = functools.partial(mk.next_token_loss, config=model, assignment="random", key=key)
+    stock = functools.partial(make_loss, model)
+    known = {
+        "moekit": lambda params, batch, **options: ours(params, batch, **options)[0],
+        "stock compiled": stock(compiled=True, recompute_head=True),
+        "stock compiled, head kept": stock(compiled=True, recompute_head=False),
+        "stock eager": stock(compiled=False, recompute_head=True),
+    }
+    return {name: known[name] for name in cfg.candidates}
+
+
+def our_gradients(loss: Callable, params: TensorDict, batch: mk.batch.Batch) -> Callable[[], object]:
+    """Return a run that makes the gradients of all parameters, then drops them."""
+    grad_fn = mk.value_and_grad(loss)
+    return lambda: grad_fn(params, batch) and None
+
+
+def differentiable(params: TensorDict) -> TensorDict:
+    """Return aliases of parameters with ``.grad`` of their own."""
+    return map_named(lambda _, p: p.detach().requires_grad_(), params)
+
+
+def stock_gradients(loss: Callable, params: TensorDict, batch: mk.batch.Batch) -> Callable[[], object]:
+    """Return the same in plain PyTorch."""
+    tree = differentiable(params)
+    leaves = list(named(tree).values())
+
+    def run() -> None:
+        loss(tree, batch).backward()
+        for p in leaves:
+            p.grad = None
+
+    return run
+
+
+def stock_step(loss: Callable, params: TensorDict, batch, masters, moments, sums) -> Callable[[], object]:
+    """Return a whole step as one writes it in plain PyTorch: hooks that add to float32, fused AdamW, copies."""
+    tree = differentiable(params)
+    leaves = list(named(tree).values())
+    buffers, master = list(named(sums).values()), list(named(masters).values())
+
+    def add(buffer: torch.Tensor, p: torch.Tensor) -> None:
+        buffer.add_(p.grad)
+        p.grad = None
+
+    for p, buffer in zip(leaves, buffers, strict=True):
+        p.register_post_accumulate_grad_hook(functools.partial(add, buffer))
+    weights = [m.requires_grad_() for m in (x.detach() for x in master)]
+    optimizer = torch.optim.AdamW(weights, lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for w, m, v in zip(
+        weights, named(moments["exp_avg"]).values(), named(moments["exp_avg_sq"]).values(), strict=True
+    ):
+        optimizer.state[w] = dict(step=torch.zeros((), device=device), exp_avg=m, exp_avg_sq=v)
+
+    def run() -> None:
+        torch._foreach_zero_(buffers)
+        for part in mk.batch.split_batch(batch, cfg.n_microbatches):
+            (loss(tree, part) / cfg.n_microbatches).backward()
+        for w, buffer in zip(weights, buffers, strict=True):
+            w.grad = buffer
+        torch.nn.utils.clip_grad_norm_(weights, 1.0, foreach=True)
+        optimizer.step()
+        for w in weights:
+            w.grad = None
+        with torch.no_grad():
+            torch._foreach_copy_(leaves, weights)
+
+    return run
+
+
+def our_step(loss: Callable, params: TensorDict, batch, optimizer, state, sums) -> Callable[[], object]:
+    grad_fn = mk.accumulate(mk.value_and_grad(loss), cfg.n_microbatches, straight=mk.model.is_expert)
+
+    def run() -> None:
+        _, grads = grad_fn(params, batch, into=sums)
+        optimizer.update(grads, state, params)
+
+    return run
+
+
+# --- The three parts ------------------------------------------------------------------
+
+
+def warm(runs: dict[str, Callable], errors: dict[str, str]) -> None:
+    """Run each once, so that what compiles has compiled."""
+    for name, run in list(runs.items()):
+        try:
+            run()
+            say(f"{name} has run")
+        except Exception as e:
+            errors[name] = describe(e)
+            del runs[name]
+
+
+def compare(n_experts: int, candidates: tuple[str, ...]) -> list[Result]:
+    """Time forward and backward."""
+    model = make_model(n_experts)
+    params, batch = mk.init_params(model, dtype=dtype, device=device), make_batch(model, cfg.batch_size)
+    runs = {
+        name: (our_gradients if name == "moekit" else stock_gradients)(loss, params, batch)
+        for name, loss in losses(model).items()
+        if name in candidates
+    }
+    return timed(runs, model, cfg.batch_size, rounds=cfg.rounds)
+
+
+def whole_step() -> list[Result]:
+    """Time accumulation, norm and update."""
+    model = make_model(cfg.n_experts)
+    n_sequences = cfg.batch_size * cfg.n_microbatches
+    params, batch = mk.init_params(model, dtype=dtype, device=device), make_batch(model, n_sequences)
+    optimizer = mk.shard_optimizer(mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(1e-5, weight_decay=0.1)))
+    state = optimizer.init(params)
+    sums = map_named(lambda _, p: torch.zeros_like(p, dtype=torch.float32), params)
+    runs = {}
+    for name, loss in losses(model).items():
+        if name == "moekit":
+            runs[name] = our_step(loss, params, batch, optimizer, state, sums)
+        elif name != "stock eager":
+            inner = state["inner", "1"]
+            runs[name] = stock_step(loss, params, batch, state["master"], inner, sums)
+    return timed(runs, model, n_sequences, rounds=max(cfg.rounds // 2, 1))
+
+
+def timed(runs: dict[str, Callable], model: mk.ModelConfig, n_sequences: int, *, rounds: int) -> list[Result]:
+    errors: dict[str, str] = {}
+    warm(runs, errors)
+    n_tokens = n_sequences * cfg.seq_len
+    flops = n_tokens * plan.flops_per_token(model, cfg.seq_len)
+    given = {name: Candidate(run=run, flops=flops, tokens=n_tokens) for name, run in runs.items()}
+    return measure(given, device=device, errors=errors, rounds=rounds, slot=cfg.slot)
+
+
+parts = {
+    "forward_backward": lambda: compare(cfg.n_experts, cfg.candidates),
+    "experts": lambda: compare(cfg.more_experts, ("moekit", "stock compiled")),
+    "whole_step": whole_step,
+}
+record = dict(environment=environment(device), config=replace(cfg, json=None, plot=None).__dict__, parts={})
+for name in cfg.parts:
+    results = parts[name]()
+    record["parts"][name] = results
+    say(f"{name}\n{table(results)}")
+    write_json(cfg.json, record)
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+plot(cfg.plot, record["parts"], rate="flops")

@@ -1,0 +1,71 @@
+"""Which implementation each of an expert layer's operations uses."""
+
+import importlib.util
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moekit.kernels._backend import use_triton
+
+
+class Products(NamedTuple):
+    """Where each operation of the experts runs; :func:`choose_products` makes one."""
+
+    forward: str  # both grouped GEMMs: "torch", "triton", "quack" or "loop"
+    input_grad: str
+    weight_grad: str
+    elementwise: str  # permutation, SwiGLU, combine, norms: "torch" or "triton"
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self._asdict().items())
+
+
+def choose_products(who: str, kernels: str, n_rows: int, gate_up: Tensor) -> Products:
+    """Return which implementation an expert layer's operations use, given its rows and gate_up (e, d, 2h).
+
+    ``"torch"`` is ``torch.nn.functional.grouped_mm`` and plain torch around it; ``"triton"`` this package's
+    kernels throughout; ``"quack"`` the GEMMs of quack-kernels, for bfloat16 on Hopper and later, and Triton
+    around them; ``"loop"`` the loop over experts that defines the result. ``"auto"`` is ``"torch"`` on CPUs
+    (``"loop"`` for float64), and on CUDA what was fastest when measured (docs/results): Triton, with quack's
+    weight gradients where it is installed and groups have fewer than 2,048 rows on average.
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, and where what was asked for cannot run.
+    """
+    if kernels not in ("auto", "torch", "triton", "quack", "loop"):
+        raise ValueError(f"{who} needs kernels 'auto', 'torch', 'triton', 'quack' or 'loop', got {kernels!r}")
+    dtype = gate_up.dtype
+    d, h, size = gate_up.shape[1], gate_up.shape[2] // 2, gate_up.element_size()
+    if kernels == "auto":
+        if dtype == torch.float64:
+            kernels = "loop"
+        elif not use_triton(who, "auto", gate_up):
+            kernels = "torch"
+    if kernels == "loop":
+        return Products("loop", "loop", "loop", "torch")
+    if dtype == torch.float64:
+        raise ValueError(f"{who} needs kernels='loop' for float64, got {kernels=}")
+    if d * size % 16 or h * size % 16:
+        raise ValueError(
+            f"{who} needs d and h to be multiples of {16 // size} in {dtype} (16 bytes), "
+            f"got {d=}, {h=}; choose such sizes or pass kernels='loop'"
+        )
+    if kernels == "torch":
+        return Products("torch", "torch", "torch", "torch")
+    use_triton(who, "triton", gate_up)  # or an error
+    if kernels == "triton":
+        return Products("triton", "triton", "triton", "triton")
+    if kernels == "auto" and dtype != torch.bfloat16:
+        return Products("torch", "torch", "torch", "triton")
+    has_quack = importlib.util.find_spec("quack") is not None
+    if kernels == "quack":
+        if not has_quack or dtype != torch.bfloat16:
+            got = f"{dtype}" if has_quack else "no package quack; pip install 'moekit[quack]'"
+            raise ValueError(f"{who} needs quack-kernels and bfloat16 for kernels='quack', got {got}")
+        return Products("quack", "quack", "quack", "triton")
+    # Where groups are short, writing the weights' gradients takes longer than the products: quack hides it.
+    short = n_rows < 2048 * len(gate_up)
+    return Products("triton", "triton", "quack" if has_quack and short else "triton", "triton")

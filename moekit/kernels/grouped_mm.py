@@ -1,0 +1,327 @@
+"""Grouped matrix products: each expert's rows times its own matrix.
+
+Three products make an expert layer: forward ``rows @ weights``, the input's gradient, which is the same with
+transposed weights, and the weights' gradient, ``rows^T @ grad`` within each group.
+
+Axes: r rows in the order of E groups, K and N features. ``offsets`` (E,) int32 says where groups end. Rows
+past the last end are never read, and undefined in a result.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from moekit.kernels._backend import TensorDescriptor, jit, tl, use_triton
+
+
+def grouped_mm(
+    rows: Float[Tensor, "r K"],
+    weights: Float[Tensor, "E K N"],
+    offsets: Int[Tensor, " E"],
+    *,
+    kernels: str = "torch",
+) -> Float[Tensor, "r N"]:
+    """Multiply the rows of each group by its matrix. Not differentiable.
+
+    Parameters
+    ----------
+    weights : Float[Tensor, "E K N"]
+        Contiguous in one of its last two dims.
+    kernels : {"torch", "triton", "quack", "loop"}
+        ``torch.nn.functional.grouped_mm``; one persistent Triton kernel; that of quack-kernels; or the loop
+        over groups that defines the result, for any dtype, which reads the offsets on the host.
+    """
+    if kernels == "loop":
+        parts = [group @ w for group, w in zip(_groups(rows, offsets), weights, strict=True)]
+        return torch.cat([*parts, rows.new_zeros(len(rows) - sum(map(len, parts)), weights.shape[-1])])
+    if kernels == "triton" and use_triton("grouped_mm", kernels, rows):
+        return torch.ops.moekit.grouped_mm(rows, weights, offsets)
+    if kernels == "quack":
+        return torch.ops.moekit.quack_mm(rows, weights, offsets)
+    return F.grouped_mm(rows, weights, offs=offsets)
+
+
+def grouped_weight_grad(
+    rows: Float[Tensor, "r K"],
+    grad: Float[Tensor, "r N"],
+    offsets: Int[Tensor, " E"],
+    *,
+    into: Float[Tensor, "E K N"] | None = None,
+    kernels: str = "torch",
+) -> Float[Tensor, "E K N"] | None:
+    """Return each group's ``rows^T @ grad``, or add it to a buffer. Not differentiable.
+
+    Parameters
+    ----------
+    into : Float[Tensor, "E K N"], optional
+        A buffer, float32 say, to which the products are added in its dtype; then nothing is returned.
+    kernels
+        As for :func:`grouped_mm`. Triton's and quack's add before they round; the others add the rounded
+        product.
+    """
+    if kernels == "triton" and use_triton("grouped_weight_grad", kernels, rows):
+        if into is not None:
+            return torch.ops.moekit.grouped_weight_grad_into(rows, grad, offsets, into)
+        return torch.ops.moekit.grouped_weight_grad(rows, grad, offsets)
+    if kernels == "quack":
+        if into is not None:
+            return torch.ops.moekit.quack_weight_grad_into(rows, grad, offsets, into)
+        return torch.ops.moekit.quack_weight_grad(rows, grad, offsets)
+    if kernels == "loop":
+        pairs = zip(_groups(rows, offsets), _groups(grad, offsets), strict=True)
+        product = torch.stack([x.T @ y for x, y in pairs])
+    else:
+        product = F.grouped_mm(rows.T, grad, offs=offsets)
+    if into is None:
+        return product
+    into.add_(product)
+
+
+def _groups(rows: Tensor, offsets: Tensor) -> list[Tensor]:
+    ends = offsets.tolist()
+    return [rows[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+# --- Launches -------------------------------------------------------------------------
+
+BLOCK_M = 128  # rows of a tile of the result; its columns are 512 bytes
+BLOCK_BYTES = 128  # of what is summed over, a step
+
+
+@torch.library.custom_op("moekit::grouped_mm", mutates_args=())
+def _grouped_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    rows = rows.contiguous()
+    out = _product_like(rows, weights, offsets)
+    e, k, n = weights.shape
+    transposed = weights.stride(-1) != 1
+    if transposed:
+        weights = weights.mT
+    weights = weights.contiguous()
+    if not out.numel():
+        return out
+    block_k, block_n = BLOCK_BYTES // rows.element_size(), 512 // rows.element_size()
+    tile = [block_n, block_k] if transposed else [block_k, block_n]
+    _multiply[(_n_programs(rows.device),)](
+        TensorDescriptor.from_tensor(rows, [BLOCK_M, block_k]),
+        TensorDescriptor.from_tensor(rows, [BLOCK_M // 2, block_k]),
+        TensorDescriptor.from_tensor(weights.flatten(0, 1), tile),
+        TensorDescriptor.from_tensor(out, [BLOCK_M, block_n]),
+        *(out, offsets),
+        **dict(n_groups=e, K=k, N=n, TRANSPOSED=transposed),
+        **dict(BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=block_k),
+        **dict(num_warps=8, num_stages=3),
+    )
+    return out
+
+
+@_grouped_mm_op.register_fake
+def _product_like(rows, weights, offsets):
+    return rows.new_empty(len(rows), weights.shape[-1])
+
+
+@torch.library.custom_op("moekit::grouped_weight_grad", mutates_args=())
+def _weight_grad_op(rows: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    out = _weight_grad_like(rows, grad, offsets)
+    _launch_weight_grad(rows, grad, offsets, out, add=False)
+    return out
+
+
+@_weight_grad_op.register_fake
+def _weight_grad_like(rows, grad, offsets):
+    return rows.new_empty(len(offsets), rows.shape[1], grad.shape[1])
+
+
+@torch.library.custom_op("moekit::grouped_weight_grad_into", mutates_args=("into",))
+def _weight_grad_into_op(rows: Tensor, grad: Tensor, offsets: Tensor, into: Tensor) -> None:
+    _launch_weight_grad(rows, grad, offsets, into, add=True)
+
+
+@_weight_grad_into_op.register_fake
+def _(rows, grad, offsets, into):
+    return None
+
+
+def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor, *, add: bool) -> None:
+    rows, grad = rows.contiguous(), grad.contiguous()
+    e, k, n = out.shape
+    if not out.is_contiguous():
+        raise ValueError(f"grouped_weight_grad needs a contiguous buffer, got strides {out.stride()}")
+    if not len(rows):
+        if not add:
+            out.zero_()
+        return
+    size = rows.element_size()
+    _multiply_transposed[(_n_programs(rows.device),)](
+        *(rows, grad, out, offsets),
+        **dict(n_groups=e, K=k, N=n, ADD=add),
+        **dict(BLOCK_M=BLOCK_M, BLOCK_N=512 // size, BLOCK_R=BLOCK_BYTES // size),
+        **dict(num_warps=8, num_stages=3),
+    )
+
+
+# quack-kernels wants offsets with a leading 0, and the operands of a weight's gradient as columns.
+
+
+@torch.library.custom_op("moekit::quack_mm", mutates_args=())
+def _quack_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    from quack.gemm_interface import gemm
+
+    out = _product_like(rows, weights, offsets)
+    if len(rows):
+        gemm(rows, weights, out=out, cu_seqlens_m=F.pad(offsets, (1, 0)), tuned=False)
+    return out
+
+
+_quack_mm_op.register_fake(_product_like)
+
+
+@torch.library.custom_op("moekit::quack_weight_grad", mutates_args=())
+def _quack_weight_grad_op(rows: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
+    from quack.gemm_interface import gemm
+
+    out = _weight_grad_like(rows, grad, offsets)
+    if not len(rows):
+        return out.zero_()
+    gemm(rows.T, grad, out=out, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
+    return out
+
+
+_quack_weight_grad_op.register_fake(_weight_grad_like)
+
+
+@torch.library.custom_op("moekit::quack_weight_grad_into", mutates_args=("into",))
+def _quack_weight_grad_into_op(rows: Tensor, grad: Tensor, offsets: Tensor, into: Tensor) -> None:
+    from quack.gemm_interface import gemm_add_inplace
+
+    if len(rows):
+        gemm_add_inplace(rows.T, grad, into, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
+
+
+@_quack_weight_grad_into_op.register_fake
+def _(rows, grad, offsets, into):
+    return None
+
+
+@functools.cache
+def _n_programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def _product_flops(rows_shape, weights_shape, *_, **__) -> int:
+    return 2 * rows_shape[0] * weights_shape[1] * weights_shape[2]
+
+
+def _weight_grad_flops(rows_shape, grad_shape, *_, **__) -> int:
+    return 2 * rows_shape[0] * rows_shape[1] * grad_shape[1]
+
+
+register_flop_formula([torch.ops.moekit.grouped_mm, torch.ops.moekit.quack_mm])(_product_flops)
+register_flop_formula(
+    [
+        torch.ops.moekit.grouped_weight_grad,
+        torch.ops.moekit.grouped_weight_grad_into,
+        torch.ops.moekit.quack_weight_grad,
+        torch.ops.moekit.quack_weight_grad_into,
+    ]
+)(_weight_grad_flops)
+
+
+# --- Kernels --------------------------------------------------------------------------
+
+
+@jit
+def _place(tile, n_m, n_n, GROUP: tl.constexpr):
+    """Return the row and column of a tile, neighbours in blocks of GROUP rows, for the L2 cache."""
+    in_group = GROUP * n_n
+    first = tile // in_group * GROUP
+    height = min(n_m - first, GROUP)
+    return first + tile % in_group % height, tile % in_group // height
+
+
+@jit
+def _multiply(
+    a, half_a, b, c, c_pointer, offsets,
+    n_groups: tl.constexpr, K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tile, seen, start = tl.program_id(0), 0, 0
+    n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    HALF: tl.constexpr = BLOCK_M // 2
+    for e in range(n_groups):
+        end = tl.load(offsets + e)
+        n_m = (end - start + BLOCK_M - 1) // BLOCK_M
+        while tile < seen + n_m * n_n:
+            m, n = _place(tile - seen, n_m, n_n, 8)
+            row, column = start + m * BLOCK_M, n * BLOCK_N
+            if row + BLOCK_M <= end:
+                out = _tile(a, b, e, row, column, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K)
+                c.store([row, column], out.to(c.dtype))
+            elif row + HALF < end:
+                out = _tile(a, b, e, row, column, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K)
+                _store_until(c_pointer, out, row, end, column, N, BLOCK_M, BLOCK_N)
+            else:  # a group's last rows seldom fill a tile
+                half = _tile(half_a, b, e, row, column, K, N, TRANSPOSED, HALF, BLOCK_N, BLOCK_K)
+                _store_until(c_pointer, half, row, end, column, N, HALF, BLOCK_N)
+            tile += tl.num_programs(0)
+        seen += n_m * n_n
+        start = end
+
+
+@jit
+def _tile(
+    a, b, e, row, column,
+    K: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of the rows times matrix e, in float32."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x = a.load([row, k])  # zeros past K
+        if TRANSPOSED:
+            y = b.load([e * N + column, k]).T
+        else:
+            y = b.load([e * K + k, column])
+            if K % BLOCK_K:  # where the next group's matrix begins
+                y = tl.where((k + tl.arange(0, BLOCK_K) < K)[:, None], y, 0.0)
+        total = tl.dot(x, y, total, input_precision="ieee")
+    return total
+
+
+@jit
+def _store_until(c, tile, row, end, column, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Store a tile's rows that belong to its group."""
+    at, columns = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    place = c + at.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(place, tile.to(c.dtype.element_ty), mask=(at < end)[:, None] & (columns < N)[None, :])
+
+
+@jit
+def _multiply_transposed(
+    a, b, out, offsets,
+    n_groups: tl.constexpr, K: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    n_m: tl.constexpr = (K + BLOCK_M - 1) // BLOCK_M
+    n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    for tile in range(tl.program_id(0), n_groups * n_m * n_n, tl.num_programs(0)):
+        e = tile // (n_m * n_n)
+        m, n = _place(tile % (n_m * n_n), n_m, n_n, 16)
+        start = tl.load(offsets + e - 1, mask=e > 0, other=0)
+        end = tl.load(offsets + e)
+        at, columns = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for first in range(start, end, BLOCK_R):
+            row = first + tl.arange(0, BLOCK_R)
+            inside, row = (row < end)[:, None], row.to(tl.int64)[:, None]
+            x = tl.load(a + row * K + at[None, :], mask=inside & (at < K)[None, :], other=0.0)
+            y = tl.load(b + row * N + columns[None, :], mask=inside & (columns < N)[None, :], other=0.0)
+            total = tl.dot(x.T, y, total, input_precision="ieee")
+        place = out + e.to(tl.int64) * K * N + at.to(tl.int64)[:, None] * N + columns[None, :]
+        mask = (at < K)[:, None] & (columns < N)[None, :]
+        if ADD:
+            total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(place, total.to(out.dtype.element_ty), mask=mask)

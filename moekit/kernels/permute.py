@@ -1,0 +1,308 @@
+"""Rows into the order of their experts, and back: no sort over rows, no atomics on floats, no scatter-add.
+
+``slots`` (t, k) says where in expert order route (token, choice) lies: rows of one expert stand together, in
+the order of their tokens. Every kernel walks over tokens, so a token is read once for its k rows, and a sum
+over a token's rows is made by one program in a fixed order.
+
+Axes: t tokens, k choices, r = t * k rows, d features, E experts.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from moekit.kernels._backend import jit, next_power_of_2, tl, use_triton
+
+Slots = Int[Tensor, "t k"]
+
+
+# --- Where each route goes ------------------------------------------------------------
+
+
+def expert_slots(expert_ids: Int[Tensor, "t k"], n_experts: int, *, kernels: str = "auto") -> Slots:
+    """Return the place of each route in expert order: by expert, then token, then choice. int64.
+
+    The reference sorts the routes' ids (not rows). The kernels count each block of routes, sum the counts
+    over blocks and experts, and rank within the block.
+    """
+    if use_triton("expert_slots", kernels, expert_ids):
+        return torch.ops.moekit.expert_slots(expert_ids, n_experts)
+    return invert(expert_ids.flatten().argsort(stable=True)).view(expert_ids.shape)
+
+
+def count_experts(
+    expert_ids: Int[Tensor, "t k"],
+    n_experts: int,
+    mask: Bool[Tensor, " t"] | None = None,
+    *,
+    kernels: str = "auto",
+) -> Int[Tensor, " E"]:
+    """Count rows per expert, of the tokens where ``mask`` is true. int64; no host sync."""
+    if use_triton("count_experts", kernels, expert_ids):
+        ids = expert_ids if mask is None else expert_ids.where(mask[:, None], -1)
+        return torch.ops.moekit.count_by_block(ids, n_experts).sum(1)
+    ones = torch.ones_like(expert_ids) if mask is None else mask[:, None].expand_as(expert_ids).long()
+    counts = torch.zeros(n_experts, dtype=torch.int64, device=expert_ids.device)
+    return counts.scatter_add_(0, expert_ids.flatten(), ones.flatten())
+
+
+def invert(order: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Return the inverse of a permutation."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+# --- Rows and tokens, differentiable --------------------------------------------------
+
+
+def to_rows(x: Float[Tensor, "t d"], slots: Slots, *, kernels: str = "auto") -> Float[Tensor, "r d"]:
+    """Put each token into its k slots. Pure and differentiable: the gradient sums a token's rows."""
+    return _ToRows.apply(x, slots, kernels)
+
+
+def to_tokens(
+    rows: Float[Tensor, "r d"],
+    slots: Slots,
+    weights: Float[Tensor, "t k"] | None = None,
+    *,
+    kernels: str = "auto",
+) -> Float[Tensor, "t d"]:
+    """Sum each token's k rows, times their weights where given. The sum is in float32 at least.
+
+    Pure and differentiable in rows and weights; with weights it keeps the rows.
+    """
+    return _ToTokens.apply(rows, slots, weights, kernels)
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, slots, kernels):
+        ctx.save_for_backward(slots)
+        ctx.kernels = kernels
+        return scatter(x, slots, kernels=kernels)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        (slots,) = ctx.saved_tensors
+        return gather_sum(grads[0], slots, kernels=ctx.kernels), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, slots, weights, kernels):
+        ctx.save_for_backward(rows if weights is not None else None, slots, weights)
+        ctx.kernels = kernels
+        return gather_sum(rows, slots, weights, kernels=kernels)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        rows, slots, weights = ctx.saved_tensors
+        if weights is None:
+            return scatter(grads[0], slots, kernels=ctx.kernels), None, None, None
+        grad_rows, grad_weights = gather_sum_backward(grads[0], rows, slots, weights, kernels=ctx.kernels)
+        return grad_rows, None, grad_weights, None
+
+
+# --- The three passes, not differentiable ---------------------------------------------
+
+
+def scatter(x: Float[Tensor, "t d"], slots: Slots, *, kernels: str = "auto") -> Float[Tensor, "r d"]:
+    """Return rows with ``rows[slots[i, j]] = x[i]``: (1 + k) values moved a token and feature."""
+    if use_triton("scatter", kernels, x):
+        return torch.ops.moekit.scatter_rows(x, slots)
+    return x[invert(slots.flatten()) // slots.shape[1]]
+
+
+def gather_sum(
+    rows: Float[Tensor, "r d"],
+    slots: Slots,
+    weights: Float[Tensor, "t k"] | None = None,
+    *,
+    kernels: str = "auto",
+) -> Float[Tensor, "t d"]:
+    """Return ``sum over j of weights[i, j] rows[slots[i, j]]``: (k + 1) values moved a token and feature."""
+    if use_triton("gather_sum", kernels, rows):
+        return torch.ops.moekit.gather_sum(rows, slots, weights)
+    wide = rows[slots].to(torch.promote_types(rows.dtype, torch.float32))
+    return (wide if weights is None else wide * weights[..., None]).sum(1).to(rows.dtype)
+
+
+def gather_sum_backward(
+    grad: Float[Tensor, "t d"],
+    rows: Float[Tensor, "r d"],
+    slots: Slots,
+    weights: Float[Tensor, "t k"],
+    *,
+    kernels: str = "auto",
+) -> tuple[Float[Tensor, "r d"], Float[Tensor, "t k"]]:
+    """Return the gradients of rows and weights in one pass: (1 + 2 k) values moved a token and feature."""
+    if use_triton("gather_sum_backward", kernels, rows):
+        return torch.ops.moekit.gather_sum_backward(grad, rows, slots, weights)
+    wide = grad.to(weights.dtype)
+    by_route = (wide[:, None] * weights[..., None]).flatten(0, 1).to(rows.dtype)
+    return by_route[invert(slots.flatten())], (wide[:, None] * rows[slots]).sum(-1)
+
+
+# --- Launches -------------------------------------------------------------------------
+
+ROUTES = 128  # a block of routes
+
+
+@torch.library.custom_op("moekit::count_by_block", mutates_args=())
+def _count_op(expert_ids: Tensor, n_experts: int) -> Tensor:
+    counts = _counts_like(expert_ids, n_experts)
+    if expert_ids.numel():
+        _count[(counts.shape[1],)](
+            *(expert_ids.contiguous(), counts, expert_ids.numel()),
+            **dict(n_experts=n_experts, n_blocks=counts.shape[1]),
+            **dict(ROUTES=ROUTES, E=next_power_of_2(n_experts)),
+        )
+    return counts
+
+
+@_count_op.register_fake
+def _counts_like(expert_ids, n_experts):
+    return expert_ids.new_empty(n_experts, -(-expert_ids.numel() // ROUTES), dtype=torch.int32)
+
+
+@torch.library.custom_op("moekit::expert_slots", mutates_args=())
+def _expert_slots_op(expert_ids: Tensor, n_experts: int) -> Tensor:
+    expert_ids = expert_ids.contiguous()
+    slots = _slots_like(expert_ids, n_experts)
+    counts = _count_op(expert_ids, n_experts)
+    if expert_ids.numel():
+        # Rows through each block's of an expert: those of smaller experts, and of this one in earlier blocks.
+        through = counts.view(-1).cumsum(0)
+        _rank[(counts.shape[1],)](
+            expert_ids, through, slots, expert_ids.numel(), n_blocks=counts.shape[1], ROUTES=ROUTES
+        )
+    return slots
+
+
+@_expert_slots_op.register_fake
+def _slots_like(expert_ids, n_experts):
+    return torch.empty_like(expert_ids, dtype=torch.int64)
+
+
+@torch.library.custom_op("moekit::scatter_rows", mutates_args=())
+def _scatter_op(x: Tensor, slots: Tensor) -> Tensor:
+    x, slots = x.contiguous(), slots.contiguous()
+    rows = _rows_like(x, slots)
+    if rows.numel():
+        _scatter[_grid(x)](x, slots, rows, x.shape[1], slots.shape[1], BLOCK=_block(x))
+    return rows
+
+
+@_scatter_op.register_fake
+def _rows_like(x, slots):
+    return x.new_empty(slots.numel(), x.shape[1])
+
+
+@torch.library.custom_op("moekit::gather_sum", mutates_args=())
+def _gather_sum_op(rows: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
+    rows, slots = rows.contiguous(), slots.contiguous()
+    weights = None if weights is None else weights.contiguous()
+    out = _tokens_like(rows, slots, weights)
+    if out.numel():
+        _gather_sum[_grid(out)](rows, slots, weights, out, rows.shape[1], slots.shape[1], BLOCK=_block(out))
+    return out
+
+
+@_gather_sum_op.register_fake
+def _tokens_like(rows, slots, weights):
+    return rows.new_empty(len(slots), rows.shape[1])
+
+
+@torch.library.custom_op("moekit::gather_sum_backward", mutates_args=())
+def _gather_sum_backward_op(
+    grad: Tensor, rows: Tensor, slots: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    grad, rows, slots, weights = (z.contiguous() for z in (grad, rows, slots, weights))
+    grad_rows, grad_weights = _gradients_like(grad, rows, slots, weights)
+    if grad_weights.numel():
+        _gather_sum_backward[(slots.numel(),)](
+            *(grad, rows, slots, weights, grad_rows, grad_weights),
+            *(rows.shape[1], slots.shape[1]),
+            BLOCK=min(_block(grad), 2048),
+        )
+    return grad_rows, grad_weights
+
+
+@_gather_sum_backward_op.register_fake
+def _gradients_like(grad, rows, slots, weights):
+    return torch.empty_like(rows), torch.empty_like(weights)
+
+
+def _block(x: Tensor) -> int:
+    return min(next_power_of_2(x.shape[1]), 4096)
+
+
+def _grid(x: Tensor) -> tuple[int, int]:
+    return len(x), -(-x.shape[1] // _block(x))
+
+
+# --- Kernels --------------------------------------------------------------------------
+
+
+@jit
+def _count(expert_ids, counts, n, n_experts: tl.constexpr, n_blocks, ROUTES: tl.constexpr, E: tl.constexpr):
+    block = tl.program_id(0)
+    route = block * ROUTES + tl.arange(0, ROUTES)
+    ids = tl.load(expert_ids + route, mask=route < n, other=-1)
+    expert = tl.arange(0, E)
+    here = tl.sum((ids[:, None] == expert[None, :]).to(tl.int32), 0)
+    tl.store(counts + expert * n_blocks + block, here, mask=expert < n_experts)
+
+
+@jit
+def _rank(expert_ids, through, slots, n, n_blocks, ROUTES: tl.constexpr):
+    block = tl.program_id(0)
+    at = tl.arange(0, ROUTES)
+    route = block * ROUTES + at
+    ids = tl.load(expert_ids + route, mask=route < n, other=-1)
+    same = ids[:, None] == tl.load(expert_ids + block * ROUTES + at, mask=route < n, other=-2)[None, :]
+    earlier = tl.sum((same & (at[None, :] < at[:, None])).to(tl.int32), 1)
+    of_expert = ids * n_blocks + block - 1  # the sum through the block before, of this expert
+    first = tl.load(through + of_expert, mask=(route < n) & (of_expert >= 0), other=0)
+    tl.store(slots + route, first + earlier, mask=route < n)
+
+
+@jit
+def _scatter(x, slots, rows, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + token * d + column, mask=column < d)
+    for j in tl.static_range(k):
+        slot = tl.load(slots + token * k + j)
+        tl.store(rows + slot * d + column, value, mask=column < d, cache_modifier=".cs")
+
+
+@jit
+def _gather_sum(rows, slots, weights, out, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(k):
+        slot = tl.load(slots + token * k + j)
+        value = tl.load(rows + slot * d + column, mask=column < d, other=0.0).to(tl.float32)
+        if weights is not None:
+            value *= tl.load(weights + token * k + j)
+        total += value
+    tl.store(out + token * d + column, total.to(out.dtype.element_ty), mask=column < d)
+
+
+@jit
+def _gather_sum_backward(
+    grad, rows, slots, weights, grad_rows, grad_weights, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.constexpr
+):
+    route = tl.program_id(0).to(tl.int64)
+    token = route // k
+    slot, weight = tl.load(slots + route), tl.load(weights + route)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, d, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        arriving = tl.load(grad + token * d + column, mask=column < d, other=0.0).to(tl.float32)
+        total += arriving * tl.load(rows + slot * d + column, mask=column < d, other=0.0).to(tl.float32)
+        tl.store(
+            grad_rows + slot * d + column, (arriving * weight).to(grad_rows.dtype.element_ty), mask=column < d
+        )
+    tl.store(grad_weights + route, tl.sum(total))
