@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from moekit.config import ModelConfig, Stage
+from moekit.kernels.attention import D_HEADS
 from moekit.losses import tokens_per_chunk
 from moekit.params import param_shapes
 from moekit.plan import split_layers
@@ -235,8 +236,11 @@ class _Walk:
         self.size = 2 if layout.dtype == "bfloat16" else 4
         self.tokens = layout.rows * layout.seq_len // layout.cp
         self.stream = self.tokens * config.d_model * self.size  # bytes of the residual stream
-        rows = layout.seq_len if self.over_heads else layout.seq_len // layout.cp
-        mask = layout.rows * rows * layout.seq_len * self.size
+        if self.has_kernel and self.over_heads:
+            mask = 8 * layout.rows * layout.seq_len  # where documents begin and end
+        else:
+            rows = layout.seq_len if self.over_heads else layout.seq_len // layout.cp
+            mask = layout.rows * rows * layout.seq_len * self.size
         rope = 4 * config.d_head * self.tokens // layout.rows
         self.around = mask + rope + (0 if stage.heads else self.stream)  # of a forward; its output
         if stage.embeds and config.normalize_embedding:
@@ -248,6 +252,11 @@ class _Walk:
         # The gradients that the head's forward takes along.
         self.kept_head = 4 * self.head + self.stream * (3 if stage.heads else 0)
         self.kept = self.around + sum(layer.kept for layer in self.layers) + self.kept_head
+
+    @property
+    def has_kernel(self) -> bool:
+        """Say whether attention on CUDA runs the kernels of `moekit.kernels.attention`."""
+        return self.size == 2 and self.config.d_head in D_HEADS
 
     @property
     def over_heads(self) -> bool:
@@ -312,12 +321,14 @@ class _Walk:
         c, size = self.config, self.size
         q, kv = c.n_heads * c.d_head, c.n_kv_heads * c.d_head
         cp = self.layout.cp
+        qkv, lse = q + 2 * kv, 4 * c.n_heads * self.has_kernel
         if cp == 1:
-            inside = size * (3 * q + 3 * kv)  # q and k turned, all three before, the output
+            heads = 0 if self.has_kernel and c.qk_norm != "full" else q + kv  # queries and keys once turned
+            inside = size * (qkv + heads + q) + lse
         elif self.over_heads:  # all three as received, the output before and after its exchange
-            inside = size * (3 * q + 2 * kv * (cp // math.gcd(cp, c.n_kv_heads)))
+            inside = size * (qkv + 3 * q + 2 * kv * (cp // math.gcd(cp, c.n_kv_heads))) + lse
         else:
-            inside = size * (3 * q + 2 * kv * cp)
+            inside = size * (qkv + 3 * q + 2 * kv * cp)
         return self.part_saved(inside)
 
     def ffn_saved(self, i: int) -> int:

@@ -75,7 +75,10 @@ def _rule(func: Any) -> str:
 
 
 # Products, of whose operands torch's meta kernels do not compare the dtypes.
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu")
+_PRODUCTS = (
+    *("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_dot_product_flash_attention_for_cpu"),
+    "moekit::causal_attention",
+)
 
 
 def _check_dtypes(func: Any, args: tuple) -> None:

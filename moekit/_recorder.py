@@ -267,7 +267,8 @@ def _splits(given: dict[str, Any], out: Any, size: int) -> tuple[tuple[int, ...]
 
 
 _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
-_FLOPS = ("aten::_grouped_mm", _ATTENTION, f"{_ATTENTION}_backward")
+_KERNEL = "moekit::causal_attention"
+_FLOPS = ("aten::_grouped_mm", *(f"{op}{end}" for op in (_ATTENTION, _KERNEL) for end in ("", "_backward")))
 
 
 def _flops(func, args, kwargs, out) -> int:
@@ -277,7 +278,7 @@ def _flops(func, args, kwargs, out) -> int:
         a, b = args[:2]
         groups = a.shape[0] if a.ndim == 3 and b.ndim == 2 else 1
         return 2 * a.numel() * b.shape[-1] // groups
-    if name.startswith(_ATTENTION):
+    if name.startswith((_ATTENTION, _KERNEL)):
         backward = name.endswith("_backward")
         q, k, v = args[1:4] if backward else args[:3]
         products = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]

@@ -23,11 +23,13 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 from moekit.batch import Batch
+from moekit.kernels.attention import Documents, causal_attention, has_kernel
 from moekit.mesh import all_gather
 from moekit.tree import check_values
 
 AttentionVia = Literal["all_to_all", "all_gather"]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Mask = Tensor | Documents | None
+Attend = Callable[..., Tensor]  # of q, k, v and a mask
 
 
 # --- Which positions a rank holds -----------------------------------------------------
@@ -144,12 +146,18 @@ def attend(
     q: Float[Tensor, "b n s h"],
     k: Float[Tensor, "b m z h"],
     v: Float[Tensor, "b m z h"],
-    mask: Tensor | None = None,
+    mask: Mask = None,
+    *,
+    kernels: str = "auto",
 ) -> Float[Tensor, "b n s h"]:
     """Let n heads attend to the m heads of keys that they share: causally, or as ``mask`` says.
 
-    ``mask`` broadcasts to (b, n, s, z): what is added to the scores, or True where a query sees a key.
+    A tensor broadcasts to (b, n, s, z): what is added to the scores, or True where a query sees a key.
+    :class:`moekit.kernels.attention.Documents`, and no mask where ``kernels`` and the device allow, goes to
+    :func:`moekit.kernels.attention.causal_attention`; all else to torch's ``scaled_dot_product_attention``.
     """
+    if isinstance(mask, Documents) or (mask is None and has_kernel("attend", kernels, q, q.shape[-1])):
+        return causal_attention(q, k, v, mask)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -159,8 +167,9 @@ def attend_over_heads(
     q: Float[Tensor, "b n s h"],
     k: Float[Tensor, "b m s h"],
     v: Float[Tensor, "b m s h"],
-    mask: Float[Tensor, "b 1 z z"] | None = None,
+    mask: Float[Tensor, "b 1 z z"] | Documents | None = None,
     *,
+    kernels: str = "auto",
     mesh: DeviceMesh,
 ) -> Float[Tensor, "b n s h"]:
     """Attend to whole rows: each rank gets all positions of its share of the heads, and sends them back.
@@ -172,8 +181,10 @@ def attend_over_heads(
     ----------
     q, k, v : Tensor
         Of the positions that this rank holds. cp divides the heads of ``q``.
-    mask : Float[Tensor, "b 1 S S"], optional
+    mask : Float[Tensor, "b 1 S S"] or Documents, optional
         Of the whole rows; None is causal.
+    kernels : {"auto", "torch", "triton"}
+        As for :func:`attend`.
     mesh : DeviceMesh
         From :func:`moekit.mesh.context_mesh`.
 
@@ -187,7 +198,7 @@ def attend_over_heads(
     by_rank = [rearrange(z, "b (rank n) s h -> rank b n s h", rank=cp) for z in (q, k, v)]
     whole = _join(_exchange(torch.cat(by_rank, 2), mesh), -2)
     q, k, v = whole.split([z.shape[2] for z in by_rank], 1)
-    out = attend(q, k, v, mask)
+    out = attend(q, k, v, mask, kernels=kernels)
     return rearrange(_exchange(_cut(out, cp, -2), mesh), "rank b n s h -> b (rank n) s h")
 
 
@@ -237,9 +248,11 @@ def attend_over_keys(
 
 
 def choose_attention(
-    who: str, *, n_heads: int, via: AttentionVia | None, mesh: DeviceMesh | None
-) -> tuple[AttentionVia | None, Attend]:
+    who: str, *, n_heads: int, via: AttentionVia | None, kernels: str, mesh: DeviceMesh | None
+) -> tuple[AttentionVia | None, Attend | None]:
     """Return the way in which attention sees whole rows, by default over heads where cp divides them.
+
+    Without a mesh there is nothing to choose, and both are None.
 
     Raises
     ------
@@ -249,7 +262,7 @@ def choose_attention(
     if mesh is None:
         if via is not None:
             raise ValueError(f"{who} needs a context for attention_via={via!r}, got None; leave it out")
-        return None, attend
+        return None, None
     if mesh.ndim != 1:
         raise ValueError(
             f"{who} needs a context of one axis, got axes {mesh.mesh_dim_names}; "
@@ -269,7 +282,7 @@ def choose_attention(
             f"take cp={below} or {n_heads // cp * cp or cp} or {n_heads // cp * cp + cp} heads, "
             "or attention_via='all_gather'"
         )
-    return via, partial(attend_over_heads, mesh=mesh)
+    return via, partial(attend_over_heads, kernels=kernels, mesh=mesh)
 
 
 # --- Parts and wholes -----------------------------------------------------------------

@@ -28,6 +28,7 @@ from moekit.config import ModelConfig, Stage
 from moekit.context import (
     Attend,
     AttentionVia,
+    Mask,
     attend as attend_here,
     check_split,
     choose_attention,
@@ -35,6 +36,8 @@ from moekit.context import (
     whole_rows,
 )
 from moekit.kernels import elementwise
+from moekit.kernels.attention import attention_of_qkv, find_documents, has_kernel
+from moekit.kernels.qk_norm_rope import Rope, is_per_head, qk_norm_rope, rotate as rotate
 from moekit.kernels.rms_norm import rms_norm as normed
 from moekit.losses import cross_entropy
 from moekit.mesh import local
@@ -43,7 +46,6 @@ from moekit.random import fold_in
 from moekit.tree import check_values
 
 Params = TensorDict | Mapping[str, Any]
-Rope = tuple[Tensor, Tensor]
 
 
 def rms_norm(
@@ -82,13 +84,6 @@ def rope_table(n_positions: int, *, config: ModelConfig, like: Tensor) -> Rope:
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: Float[Tensor, "b s n h"], rope: Rope) -> Float[Tensor, "b s n h"]:
-    """Turn the pairs (i, i + h / 2) of each head by the angles of their position."""
-    cos, sin = (table[:, None] for table in rope)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-
-
 def attention(
     params: Params,
     x: Float[Tensor, "b s d"],
@@ -96,13 +91,15 @@ def attention(
     n_heads: int,
     n_kv_heads: int,
     rope: Rope,
-    mask: Float[Tensor, "b 1 _ _"] | None = None,
-    attend: Attend = attend_here,
+    mask: Mask = None,
+    attend: Attend | None = None,
     eps: float = 1e-5,
+    kernels: str = "auto",
 ) -> Float[Tensor, "b s d"]:
     """Attend causally, within documents where a mask says so, with grouped queries.
 
-    Pure and differentiable. Collective as ``attend`` is.
+    Pure and differentiable. Collective as ``attend`` is. Where kernels allow, what is kept of each position
+    are the output of ``qkv``, attention's own output and a float32 a head.
 
     Parameters
     ----------
@@ -115,14 +112,19 @@ def attention(
         Query heads, and the key and value heads they share.
     rope : tuple of Tensor
         From :func:`rope_table`.
-    mask : Float[Tensor, "b 1 s s"], optional
-        From :func:`document_mask`: a position sees its own document alone. RoPE is relative, so positions
-        need not restart.
-    attend : callable
-        ``attend(q, k, v, mask)`` of heads (b, n, s, h), as :func:`moekit.context.attend`, or
-        :func:`moekit.context.attend_over_heads` over several ranks.
+    mask : Float[Tensor, "b 1 s s"] or Documents, optional
+        From :func:`document_mask`, or :func:`moekit.kernels.attention.find_documents` where there are kernels
+        (:func:`moekit.kernels.attention.has_kernel`): a position sees its own document alone. RoPE is
+        relative, so positions need not restart.
+    attend : callable, optional
+        ``attend(q, k, v, mask)`` of heads (b, n, s, h), as :func:`moekit.context.attend`, which is the
+        default, or :func:`moekit.context.attend_over_heads` over several ranks.
     eps : float
         Of the norms.
+    kernels : {"auto", "torch", "triton"}
+        ``"auto"``: on CUDA, in half precision and for usual d_head, those of
+        :mod:`moekit.kernels.attention` and :mod:`moekit.kernels.qk_norm_rope`. Norms of the full width, and
+        dense masks, are left to torch.
 
     Returns
     -------
@@ -134,18 +136,14 @@ def attention(
     """
     qkv = x @ local(params["qkv"])
     d_head = qkv.shape[-1] // (n_heads + 2 * n_kv_heads)
-    q, k, v = qkv.split([n_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_head], -1)
-
-    def heads(z: Tensor, gain: Tensor | None = None) -> Tensor:
-        if gain is not None and gain.shape[0] == z.shape[-1]:
-            z, gain = rms_norm(z, gain, eps), None
-        z = rearrange(z, "b s (n h) -> b s n h", h=d_head)
-        return z if gain is None else rms_norm(z, gain, eps)
-
-    q, k = heads(q, params.get("q_norm", None)), heads(k, params.get("k_norm", None))
-    q, k, v = rotate(q, rope), rotate(k, rope), heads(v)
-    q, k, v = (rearrange(z, "b s n h -> b n s h") for z in (q, k, v))
-    out = attend(q, k, v, mask)
+    q_gain, k_gain = (local(params[x]) if x in params.keys() else None for x in ("q_norm", "k_norm"))
+    heads: dict[str, Any] = dict(n_heads=n_heads, n_kv_heads=n_kv_heads, eps=eps)
+    fused = attend is None and is_per_head(q_gain, k_gain, d_head)
+    if fused and not isinstance(mask, Tensor) and has_kernel("attention", kernels, qkv, d_head):
+        out = attention_of_qkv(qkv, q_gain, k_gain, rope, mask, **heads)
+    else:
+        q, k, v = qk_norm_rope(qkv, q_gain, k_gain, rope, kernels=kernels, **heads)
+        out = attend_here(q, k, v, mask, kernels=kernels) if attend is None else attend(q, k, v, mask)
     return rearrange(out, "b n s h -> b s (n h)") @ local(params["out"])
 
 
@@ -169,8 +167,8 @@ def transformer_block(
     *,
     config: ModelConfig,
     rope: Rope,
-    mask: Float[Tensor, "b 1 _ _"] | None = None,
-    attend: Attend = attend_here,
+    mask: Mask = None,
+    attend: Attend | None = None,
     wrap: Callable[[str, Callable], Callable] = lambda name, fn: fn,
     kernels: Kernels = "auto",
     **moe_options: Any,
@@ -216,6 +214,7 @@ def transformer_block(
             mask=mask,
             attend=attend,
             eps=eps,
+            kernels=elementwise(kernels),
         )
 
     def feed(z: Tensor) -> tuple[Tensor, Routing | None]:
@@ -285,7 +284,7 @@ def forward(
     config : ModelConfig
         The model.
     documents : Int[Tensor, "b s"], optional
-        A number per document within its row; attention stays inside documents.
+        A number per document within its row, where it is one run; attention stays inside documents.
     sample_ids : Int[Tensor, " b"], optional
         A number of each row that does not depend on the layout, from which random assignments are drawn; by
         default its place in ``tokens``.
@@ -337,7 +336,11 @@ def forward(
             f"forward needs biases ({config.n_moe_layers}, {config.n_experts}), got {tuple(biases.shape)}"
         )
     attention_via, attend = choose_attention(
-        "forward", n_heads=config.n_heads, via=attention_via, mesh=context
+        "forward",
+        n_heads=config.n_heads,
+        via=attention_via,
+        kernels=elementwise(kernels),
+        mesh=context,
     )
     b, s = tokens.shape
     hidden = _embed(params, tokens, config, kernels) if x is None else x
@@ -350,8 +353,13 @@ def forward(
     token_ids = (sample_ids[:, None] * whole + positions).flatten()
     mask = None
     if documents is not None:
-        queries = positions if attention_via == "all_gather" else None
-        mask = document_mask(whole_rows(documents, mesh=context), dtype=hidden.dtype, queries=queries)
+        documents = whole_rows(documents, mesh=context)
+        if attention_via == "all_gather":
+            mask = document_mask(documents, dtype=hidden.dtype, queries=positions)
+        elif has_kernel("forward", elementwise(kernels), hidden, config.d_head):
+            mask = find_documents(documents)
+        else:
+            mask = document_mask(documents, dtype=hidden.dtype)
     routings = []
     for i in stage.layers:
         options: dict[str, Any] = {"kernels": kernels} | ({} if context is None else {"attend": attend})
@@ -408,6 +416,7 @@ def next_token_loss(
     batch: Batch,
     *,
     config: ModelConfig,
+    attend_across_documents: bool = False,
     context: DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     **options: Any,
@@ -427,6 +436,9 @@ def next_token_loss(
         This rank's rows, with totals from :func:`moekit.count_tokens`.
     config : ModelConfig
         The model and the weights of its auxiliary losses.
+    attend_across_documents : bool
+        Let attention see whole rows, as many published recipes do, not each document by itself. Targets and
+        the balancing losses keep to documents.
     context : DeviceMesh, optional
         From :func:`moekit.mesh.context_mesh`, where the rows of ``batch`` are split over its ranks.
     mesh : DeviceMesh, optional
@@ -449,7 +461,15 @@ def next_token_loss(
         When the batch has no totals or is not split over ``context``, and as :func:`forward`.
     """
     _, loss, stats = stage_loss(
-        params, None, batch, config=config, stage=Stage.whole(config), context=context, mesh=mesh, **options
+        params,
+        None,
+        batch,
+        config=config,
+        stage=Stage.whole(config),
+        attend_across_documents=attend_across_documents,
+        context=context,
+        mesh=mesh,
+        **options,
     )
     return loss, stats
 
@@ -461,6 +481,7 @@ def stage_loss(
     *,
     config: ModelConfig,
     stage: Stage,
+    attend_across_documents: bool = False,
     context: DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     **options: Any,
@@ -480,7 +501,7 @@ def stage_loss(
         As for :func:`next_token_loss`; every stage gets it whole.
     stage : Stage
         From :func:`moekit.plan.split_layers`.
-    config, context, mesh, **options
+    config, attend_across_documents, context, mesh, **options
         As for :func:`next_token_loss`; biases are those of all layers.
 
     Returns
@@ -506,7 +527,7 @@ def stage_loss(
         params,
         batch.tokens,
         config=config,
-        documents=batch.documents,
+        documents=None if attend_across_documents else batch.documents,
         sample_ids=batch.sample_ids,
         x=x,
         stage=stage,

@@ -114,6 +114,17 @@ def test_the_training_loss_its_terms_and_gradients_are_those_of_whole_logits_and
     assert counts.sum(1).tolist() == [int(batch.n_tokens) * config.top_k] * config.n_moe_layers
 
 
+def test_attention_across_documents_sees_whole_rows_and_leaves_the_targets_alone():
+    config, batch = small_config(), packed_batch(seed=3)
+    params = params_of(config)
+    loss, stats = mk.next_token_loss(params, batch, config=config, attend_across_documents=True)
+    scores = model.logits(params, batch.tokens, config=config).log_softmax(-1)
+    want = -scores.gather(-1, batch.targets[..., None])[..., 0][batch.mask].mean()
+    close(stats["cross_entropy"], want)
+    inside, _ = mk.next_token_loss(params, batch, config=config)
+    assert (loss - inside).abs() > 1e-3
+
+
 def test_padding_influences_no_other_position_and_no_loss():
     config, batch = small_config(**WEIGHTS), packed_batch(seed=2)
     params, padding = params_of(config), batch.documents < 0

@@ -56,6 +56,21 @@ def on_cuda(x: Tensor) -> bool:
     return triton is not None and x.is_cuda
 
 
+def _loop_bound(x):
+    return x
+
+
+def _interpreted_loop_bound(x):
+    return int(x.handle.data.item()) if hasattr(x, "handle") else int(x)
+
+
+# A loop's bound that is known when the kernel runs: Triton 3.6's interpreter, with numpy 2.4, takes no other.
+if triton is not None and triton.knobs.runtime.interpret:
+    loop_bound = _interpreted_loop_bound
+else:
+    loop_bound = jit(_loop_bound)
+
+
 def next_power_of_2(n: int) -> int:
     """Return the least power of two that is at least ``n``, as block sizes are."""
     return 1 << max(n - 1, 0).bit_length()

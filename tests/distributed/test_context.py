@@ -1,5 +1,6 @@
 """Rows split over several ranks: attention, losses and gradients are those of one process."""
 
+import functools
 import itertools
 import math
 from dataclasses import replace
@@ -19,6 +20,7 @@ from moekit.balance import load_balancing_loss
 from moekit.context import attend, attend_over_heads, attend_over_keys, positions_of, split_context
 from moekit.corpora import corpus_of_tokens
 from moekit.data import Loader, pack
+from moekit.kernels.attention import find_documents
 from moekit.mesh import context_mesh, data_rank
 from moekit.testing import check_gradients, ranks
 
@@ -197,6 +199,22 @@ def test_attention_over_a_context_is_attention_to_the_whole_rows(cp, n, m, b):
                 for x, y, z in zip(got, again, want, strict=True):
                     torch.testing.assert_close(x, z[:, :, at], rtol=1e-12, atol=1e-12)
                     assert torch.equal(x, y)
+
+    ranks(cp)(check)
+
+
+def test_attention_over_heads_takes_documents_in_the_place_of_their_mask():
+    s, cp, documents = 24, 2, torch.arange(24).expand(1, 24) // 5
+
+    def check():
+        mesh = context_mesh(mk.make_mesh(device="cpu"), cp)
+        at = positions_of(s // cp, mesh=mesh)
+        heads = [draw(1, n, s, 16, seed=n, dtype=torch.float32) for n in (4, 2, 2)]
+        want = attended(attend, *heads, mk.model.document_mask(documents, dtype=torch.float32))
+        over = functools.partial(attend_over_heads, mesh=mesh)
+        got = attended(over, *(z[:, :, at] for z in heads), find_documents(documents))
+        for x, z in zip(got, want, strict=True):
+            torch.testing.assert_close(x, z[:, :, at], rtol=1e-4, atol=1e-5)
 
     ranks(cp)(check)
 
