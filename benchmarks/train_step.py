@@ -74,7 +74,7 @@ def make_batch(model: mk.ModelConfig, n_sequences: int) -> mk.batch.Batch:
 
 def losses(model: mk.ModelConfig) -> dict[str, Callable]:
     """Return ``loss(params, batch)`` of each candidate."""
-    ours = functools.partial(mk.next_token_loss, config=model, assignment="random", key=key)
+    ours = functools.partial(mk.next_token_loss, config=model, assignment="random", key=key, attend_across_documents=True)
     stock = functools.partial(make_loss, model)
     known = {
         "moekit": lambda params, batch, **options: ours(params, batch, **options)[0],

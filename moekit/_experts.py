@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moekit.kernels import Products, choose_products
+from moekit.kernels import Products, choose_products, forget_saved
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 from moekit.kernels.permute import gather_sum, scatter
 from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
@@ -156,12 +156,14 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weights, gate_up, down, offsets, slots, gated = ctx.saved_tensors
-        ctx.maybe_clear_saved_tensors()  # each goes with its last use below
+        alone = forget_saved(ctx)
         _, input_grad, weight_grad, kind = ctx.products
         into_gate_up, into_down = ctx.into
         grad = grad.contiguous() if slots is None else scatter(grad, slots, kernels=kind)
         grad_hidden = grouped_mm(grad, down.mT, offsets, kernels=input_grad)
-        grad_gated, hidden, grad_weights = swiglu_backward(grad_hidden, gated, weights, offsets, kernels=kind)
+        grad_gated, hidden, grad_weights = swiglu_backward(
+            grad_hidden, gated, weights, offsets, in_place=alone, kernels=kind
+        )
         del grad_hidden, gated
         grad_down = grouped_weight_grad(hidden, grad, offsets, into=into_down, kernels=weight_grad)
         del hidden, grad

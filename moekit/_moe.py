@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moekit._dispatch import Transport, combine, dispatch
 from moekit._experts import Kernels, expert_forward, experts_over_tokens
 from moekit._route import Routing, route
-from moekit.kernels import choose_products, elementwise, use_triton
+from moekit.kernels import choose_products, elementwise, forget_saved, use_triton
 from moekit.kernels.permute import expert_slots
 from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from moekit.mesh import local
@@ -98,9 +98,9 @@ class _FeedForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, gated, gate_up, down = ctx.saved_tensors
-        ctx.maybe_clear_saved_tensors()  # each goes with its last use below
+        alone = forget_saved(ctx)
         grad = grad.flatten(0, -2)
-        grad_gated, hidden, _ = swiglu_backward(grad @ down.mT, gated, None, None)
+        grad_gated, hidden, _ = swiglu_backward(grad @ down.mT, gated, None, None, in_place=alone)
         del gated
         grad_down = hidden.mT @ grad
         del hidden

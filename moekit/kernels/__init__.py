@@ -6,5 +6,8 @@ docstrings say. Custom operators (``moekit::...``) hold the launches, so that fa
 and CUDA graphs see one operation each.
 """
 
-from moekit.kernels._backend import elementwise as elementwise, use_triton as use_triton
-from moekit.kernels.choice import Products as Products, choose_products as choose_products
+from moekit.kernels._backend import (
+    elementwise as elementwise,
+    forget_saved as forget_saved,
+    use_triton as use_triton,
+)from moekit.kernels.choice import Products as Products, choose_products as choose_products

@@ -79,3 +79,15 @@ def next_power_of_2(n: int) -> int:
 def elementwise(kernels: str) -> str:
     """Return what operations beside the grouped GEMMs use, given what a model is told for those."""
     return {"quack": "auto", "loop": "torch"}.get(kernels, kernels)
+
+
+def forget_saved(ctx: Any) -> bool:
+    """Let go of what a function has saved, so that each tensor goes with its last use in the backward.
+
+    Returns whether it may be overwritten: not where the graph is retained for another backward.
+    """
+    ctx.maybe_clear_saved_tensors()
+    try:
+        return ctx.saved_tensors is None
+    except RuntimeError:  # they are gone
+        return True

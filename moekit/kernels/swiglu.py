@@ -55,13 +55,18 @@ def swiglu_backward(
     weights: Weights,
     end: End,
     *,
+    in_place: bool = False,
     kernels: str = "auto",
 ) -> tuple[Float[Tensor, "r h2"], Float[Tensor, "r h"], Weights]:
     """Return the gradient of ``gate_up``, what :func:`swiglu_forward` gave, and the gradient of the weights.
 
-    Not differentiable. Rows past the end are undefined.
+    Not differentiable. Rows past the end are undefined. ``in_place`` lets the first take the memory of
+    ``gate_up``, and the second that of ``grad``.
     """
     if use_triton("swiglu_backward", kernels, gate_up):
+        if in_place:
+            grad_weights = torch.ops.moekit.swiglu_backward_(grad, gate_up, weights, end)
+            return gate_up, grad, None if weights is None else grad_weights
         grad_gate_up, hidden, grad_weights = torch.ops.moekit.swiglu_backward(grad, gate_up, weights, end)
         return grad_gate_up, hidden, None if weights is None else grad_weights
     leaves = [gate_up.detach().requires_grad_()]
@@ -97,21 +102,42 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     gate_up, grad = gate_up.contiguous(), grad.contiguous()
     grad_gate_up, hidden, grad_weights = _gradients_like(grad, gate_up, weights, end)
-    r, h = hidden.shape
-    if hidden.numel():
-        block = min(next_power_of_2(h), 1024)
-        _backward[(r,)](
-            *(grad, gate_up, weights, end, grad_gate_up, hidden, grad_weights),
-            *(h, 0 if end is None else len(end)),
-            BLOCK=block,
-        )
+    _launch_backward(grad, gate_up, weights, end, grad_gate_up, hidden, grad_weights)
     return grad_gate_up, hidden, grad_weights
 
 
 @_backward_op.register_fake
 def _gradients_like(grad, gate_up, weights, end):
-    grad_weights = gate_up.new_empty(len(gate_up) if weights is not None else 0, dtype=torch.float32)
-    return torch.empty_like(gate_up), gate_up.new_empty(grad.shape), grad_weights
+    return (
+        torch.empty_like(gate_up),
+        grad.new_empty(grad.shape),
+        _grad_weights_like(grad, gate_up, weights, end),
+    )
+
+
+@torch.library.custom_op("moekit::swiglu_backward_", mutates_args=("grad", "gate_up"))
+def _backward_in_place_op(
+    grad: Tensor, gate_up: Tensor, weights: Tensor | None, end: Tensor | None
+) -> Tensor:
+    assert grad.is_contiguous() and gate_up.is_contiguous()
+    grad_weights = _grad_weights_like(grad, gate_up, weights, end)
+    _launch_backward(grad, gate_up, weights, end, gate_up, grad, grad_weights)
+    return grad_weights
+
+
+@_backward_in_place_op.register_fake
+def _grad_weights_like(grad, gate_up, weights, end):
+    return gate_up.new_empty(0 if weights is None else len(gate_up), dtype=torch.float32)
+
+
+def _launch_backward(grad, gate_up, weights, end, grad_gate_up, hidden, grad_weights) -> None:
+    r, h = grad.shape
+    if grad.numel():
+        _backward[(r,)](
+            *(grad, gate_up, weights, end, grad_gate_up, hidden, grad_weights),
+            *(h, 0 if end is None else len(end)),
+            BLOCK=min(next_power_of_2(h), 1024),
+        )
 
 
 @jit
