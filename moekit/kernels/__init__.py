@@ -10,4 +10,5 @@ from moekit.kernels._backend import (
     elementwise as elementwise,
     forget_saved as forget_saved,
     use_triton as use_triton,
-)from moekit.kernels.choice import Products as Products, choose_products as choose_products
+)
+from moekit.kernels.choice import Products as Products, choose_products as choose_products
