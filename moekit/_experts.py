@@ -84,7 +84,7 @@ def expert_forward(
     products = choose_products("expert_forward", kernels, len(rows), gate_up)
     if products.elementwise == "triton" or grad_into is not None:
         into = _buffers(grad_into, experts)
-        return _Experts.apply(rows, None, gate_up, down, offsets, None, products, into)
+        return _Experts.apply(rows, None, gate_up, down, offsets, None, None, products, into)
     if products.forward == "loop":
         hidden = swiglu(grouped_mm(rows, gate_up, offsets, kernels="loop"), kernels="torch")
         return grouped_mm(hidden, down, offsets, kernels="loop")
@@ -99,18 +99,19 @@ def experts_over_tokens(
     weights: Float[Tensor, "t k"],
     offsets: Int[Tensor, " e"],
     *,
+    base: Float[Tensor, "t d"] | None = None,
     products: Products,
     grad_into: TensorDict | Mapping[str, Tensor] | None = None,
 ) -> Float[Tensor, "t d"]:
     """Return what dispatch, :func:`expert_forward` and combine do on one rank, keeping one product and ``x``.
 
-    Routing weights multiply the hidden rows: ``w (h W) = (w h) W``. So their gradient needs the hidden rows
+    ``base`` is added to it where the rows are summed. Routing weights multiply the hidden rows: ``w (h W) = (w h) W``. So their gradient needs the hidden rows
     alone, which the backward makes again from the first GEMM's output, as it does the rows in expert order
     from ``x``; a combine that weighs what the experts return would have to keep it.
     """
     gate_up, down = _strided(local(experts["gate_up"])), _strided(local(experts["down"]))
     into = _buffers(grad_into, experts)
-    return _Experts.apply(x, weights, gate_up, down, offsets, slots, products, into)
+    return _Experts.apply(x, weights, gate_up, down, offsets, slots, base, products, into)
 
 
 def _strided(weights: Float[Tensor, "E k n"]) -> Float[Tensor, "E k n"]:
@@ -139,7 +140,7 @@ class _Experts(torch.autograd.Function):
     gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
 
     @staticmethod
-    def forward(ctx, x, weights, gate_up, down, offsets, slots, products, into):
+    def forward(ctx, x, weights, gate_up, down, offsets, slots, base, products, into):
         kind = products.elementwise
         rows = x if slots is None else scatter(x, slots, kernels=kind)
         gated = grouped_mm(rows, gate_up, offsets, kernels=products.forward)
@@ -150,7 +151,7 @@ class _Experts(torch.autograd.Function):
         out = grouped_mm(hidden, down, offsets, kernels=products.forward)
         ctx.save_for_backward(x, weights, gate_up, down, offsets, slots, gated)
         ctx.products, ctx.into = products, into
-        return out if slots is None else gather_sum(out, slots, kernels=kind)
+        return out if slots is None else gather_sum(out, slots, base=base, kernels=kind)
 
     @staticmethod
     @once_differentiable
@@ -159,6 +160,7 @@ class _Experts(torch.autograd.Function):
         alone = forget_saved(ctx)
         _, input_grad, weight_grad, kind = ctx.products
         into_gate_up, into_down = ctx.into
+        grad_base = grad if ctx.needs_input_grad[6] else None
         grad = grad.contiguous() if slots is None else scatter(grad, slots, kernels=kind)
         grad_hidden = grouped_mm(grad, down.mT, offsets, kernels=input_grad)
         grad_gated, hidden, grad_weights = swiglu_backward(
@@ -175,7 +177,7 @@ class _Experts(torch.autograd.Function):
         if slots is not None:
             assert grad_weights is not None
             grad_x, grad_weights = gather_sum(grad_x, slots, kernels=kind), grad_weights[slots]
-        return grad_x, grad_weights, grad_gate_up, grad_down, None, None, None, None
+        return grad_x, grad_weights, grad_gate_up, grad_down, None, None, grad_base, None, None
 
 
 def _by_row(weights: Float[Tensor, "t k"], slots: Int[Tensor, "t k"]) -> Float[Tensor, " r"]:

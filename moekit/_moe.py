@@ -55,21 +55,19 @@ def moe(
         For the balancing losses and counts.
     """
     routing = route(params["router"], x, top_k=top_k, kernels=elementwise(kernels), **route_options)
-    experts = params["experts"]
+    experts, base = params["experts"], None
+    if "shared" in params.keys():
+        base = feed_forward(params["shared"], x, kernels=elementwise(kernels))
     products = choose_products("moe", kernels, len(x) * top_k, local(experts["gate_up"]))
     if products.elementwise == "triton" and via in (None, "local") and (mesh is None or mesh.size() == 1):
         slots = expert_slots(routing.expert_ids, routing.n_experts)
         offsets = routing.counts.cumsum(0).int()
-        y = experts_over_tokens(
-            experts, x, slots, routing.weights, offsets, products=products, grad_into=grad_into
-        )
-    else:
-        sent = dispatch(x, routing, via=via, mesh=mesh)
-        rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, grad_into=grad_into)
-        y = combine(rows, sent)
-    if "shared" in params.keys():
-        y = y + feed_forward(params["shared"], x, kernels=elementwise(kernels))
-    return y, routing
+        options = dict(base=base, products=products, grad_into=grad_into)
+        return experts_over_tokens(experts, x, slots, routing.weights, offsets, **options), routing
+    sent = dispatch(x, routing, via=via, mesh=mesh)
+    rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, grad_into=grad_into)
+    y = combine(rows, sent)
+    return y if base is None else y + base, routing
 
 
 def feed_forward(

@@ -5,9 +5,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moekit.kernels import _backend, use_triton
+from moekit.kernels import use_triton
 from moekit.kernels.add_product import add_product_
 from moekit.kernels.cross_entropy import cross_entropy_
+from moekit.kernels.scale import scaled
 from moekit.tree import check_values
 
 
@@ -122,14 +123,8 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the saved gradients are constants
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        scaled = [None if grad is None else _scaled(grad, grads[0], ctx.dtype) for grad in ctx.saved_tensors]
+        scaled = [None if grad is None else scaled(grad, grads[0], ctx.dtype) for grad in ctx.saved_tensors]
         return *scaled, None, None, None, None, None
-
-
-def _scaled(grad: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    if not _backend.on_cuda(grad):
-        return (grad * by).to(dtype)
-    return torch.mul(grad, by, out=torch.empty_like(grad, dtype=dtype))  # in one pass
 
 
 def tokens_per_chunk(t: int, v: int, elements: int) -> int:

@@ -155,8 +155,12 @@ def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor
             out.zero_()
         return
     size = rows.element_size()
+    # The memory system adds whole tiles of float32, where a tile is of one matrix.
+    quarters = None
+    if add and out.dtype == torch.float32 and k % BLOCK_M == 0 and n % 4 == 0 and rows.is_cuda:
+        quarters = TensorDescriptor.from_tensor(out.view(e * k, n), [BLOCK_M, 128 // size])
     _multiply_transposed[(_n_programs(rows.device),)](
-        *(rows, grad, out, offsets),
+        *(rows, grad, out, quarters, offsets),
         **dict(n_groups=e, K=k, N=n, ADD=add),
         **dict(BLOCK_M=BLOCK_M, BLOCK_N=512 // size, BLOCK_R=BLOCK_BYTES // size),
         **dict(num_warps=8, num_stages=3),
@@ -301,7 +305,7 @@ def _store_until(c, tile, row, end, column, N: tl.constexpr, BLOCK_M: tl.constex
 
 @jit
 def _multiply_transposed(
-    a, b, out, offsets,
+    a, b, out, quarters, offsets,
     n_groups: tl.constexpr, K: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -320,8 +324,22 @@ def _multiply_transposed(
             x = tl.load(a + row * K + at[None, :], mask=inside & (at < K)[None, :], other=0.0)
             y = tl.load(b + row * N + columns[None, :], mask=inside & (columns < N)[None, :], other=0.0)
             total = tl.dot(x.T, y, total, input_precision="ieee")
-        place = out + e.to(tl.int64) * K * N + at.to(tl.int64)[:, None] * N + columns[None, :]
-        mask = (at < K)[:, None] & (columns < N)[None, :]
-        if ADD:
-            total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+        if quarters is not None:
+            row, column = e * K + m * BLOCK_M, n * BLOCK_N
+            left, right = _halves(total, BLOCK_M, BLOCK_N)
+            for half in tl.static_range(2):
+                one, other = _halves(left if half == 0 else right, BLOCK_M, BLOCK_N // 2)
+                quarters.atomic_add([row, column + half * BLOCK_N // 2], one)
+                quarters.atomic_add([row, column + half * BLOCK_N // 2 + BLOCK_N // 4], other)
+        else:
+            place = out + e.to(tl.int64) * K * N + at.to(tl.int64)[:, None] * N + columns[None, :]
+            mask = (at < K)[:, None] & (columns < N)[None, :]
+            if ADD:
+                total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+            tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+
+
+@jit
+def _halves(x, M: tl.constexpr, N: tl.constexpr):
+    """Return the left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(x, (M, 2, N // 2)), (0, 2, 1)))

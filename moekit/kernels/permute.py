@@ -117,13 +117,15 @@ def gather_sum(
     slots: Slots,
     weights: Float[Tensor, "t k"] | None = None,
     *,
+    base: Float[Tensor, "t d"] | None = None,
     kernels: str = "auto",
 ) -> Float[Tensor, "t d"]:
     """Return ``sum over j of weights[i, j] rows[slots[i, j]]``: (k + 1) values moved a token and feature."""
     if use_triton("gather_sum", kernels, rows):
-        return torch.ops.moekit.gather_sum(rows, slots, weights)
+        return torch.ops.moekit.gather_sum(rows, slots, weights, base)
     wide = rows[slots].to(torch.promote_types(rows.dtype, torch.float32))
-    return (wide if weights is None else wide * weights[..., None]).sum(1).to(rows.dtype)
+    total = (wide if weights is None else wide * weights[..., None]).sum(1)
+    return (total if base is None else total + base).to(rows.dtype)
 
 
 def gather_sum_backward(
@@ -198,17 +200,20 @@ def _rows_like(x, slots):
 
 
 @torch.library.custom_op("moekit::gather_sum", mutates_args=())
-def _gather_sum_op(rows: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
+def _gather_sum_op(rows: Tensor, slots: Tensor, weights: Tensor | None, base: Tensor | None) -> Tensor:
     rows, slots = rows.contiguous(), slots.contiguous()
     weights = None if weights is None else weights.contiguous()
-    out = _tokens_like(rows, slots, weights)
+    base = None if base is None else base.contiguous()
+    out = _tokens_like(rows, slots, weights, base)
     if out.numel():
-        _gather_sum[_grid(out)](rows, slots, weights, out, rows.shape[1], slots.shape[1], BLOCK=_block(out))
+        _gather_sum[_grid(out)](
+            rows, slots, weights, base, out, rows.shape[1], slots.shape[1], BLOCK=_block(out)
+        )
     return out
 
 
 @_gather_sum_op.register_fake
-def _tokens_like(rows, slots, weights):
+def _tokens_like(rows, slots, weights, base):
     return rows.new_empty(len(slots), rows.shape[1])
 
 
@@ -277,7 +282,7 @@ def _scatter(x, slots, rows, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.constex
 
 
 @jit
-def _gather_sum(rows, slots, weights, out, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.constexpr):
+def _gather_sum(rows, slots, weights, base, out, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -287,6 +292,8 @@ def _gather_sum(rows, slots, weights, out, d: tl.constexpr, k: tl.constexpr, BLO
         if weights is not None:
             value *= tl.load(weights + token * k + j)
         total += value
+    if base is not None:
+        total += tl.load(base + token * d + column, mask=column < d, other=0.0).to(tl.float32)
     tl.store(out + token * d + column, total.to(out.dtype.element_ty), mask=column < d)
 
 

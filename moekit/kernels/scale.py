@@ -1,0 +1,36 @@
+"""A tensor times a number on the device, converted on the way."""
+
+import torch
+from torch import Tensor
+
+from moekit.kernels._backend import jit, tl, use_triton
+
+_BLOCK = 4096
+
+
+def scaled(x: Tensor, by: Tensor, dtype: torch.dtype, *, kernels: str = "auto") -> Tensor:
+    """Return ``x * by`` in another dtype, in one pass; ``by`` is 0-d. Not differentiable."""
+    if use_triton("scaled", kernels, x):
+        return torch.ops.moekit.scaled(x, by, dtype)
+    return (x * by).to(dtype)
+
+
+@torch.library.custom_op("moekit::scaled", mutates_args=())
+def _scaled_op(x: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    x = x.contiguous()
+    out = _scaled_like(x, by, dtype)
+    if x.numel():
+        _scale[(-(-x.numel() // _BLOCK),)](x, by, out, x.numel(), BLOCK=_BLOCK)
+    return out
+
+
+@_scaled_op.register_fake
+def _scaled_like(x, by, dtype):
+    return torch.empty_like(x, dtype=dtype)
+
+
+@jit
+def _scale(x, by, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < n).to(tl.float32) * tl.load(by).to(tl.float32)
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=at < n)
