@@ -105,9 +105,10 @@ def experts_over_tokens(
 ) -> Float[Tensor, "t d"]:
     """Return what dispatch, :func:`expert_forward` and combine do on one rank, keeping one product and ``x``.
 
-    ``base`` is added to it where the rows are summed. Routing weights multiply the hidden rows: ``w (h W) = (w h) W``. So their gradient needs the hidden rows
-    alone, which the backward makes again from the first GEMM's output, as it does the rows in expert order
-    from ``x``; a combine that weighs what the experts return would have to keep it.
+    ``base`` is added where the rows are summed. Routing weights multiply the hidden rows: ``w (h W) = (w h)
+    W``. So their gradient needs the hidden rows alone, which the backward makes again from the first GEMM's
+    output, as it does the rows in expert order from ``x``; a combine that weighs what the experts return
+    would have to keep it.
     """
     gate_up, down = _strided(local(experts["gate_up"])), _strided(local(experts["down"]))
     into = _buffers(grad_into, experts)

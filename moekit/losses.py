@@ -123,8 +123,9 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # the saved gradients are constants
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        scaled = [None if grad is None else scaled(grad, grads[0], ctx.dtype) for grad in ctx.saved_tensors]
-        return *scaled, None, None, None, None, None
+        by, dtype = grads[0], ctx.dtype
+        grad_hidden, grad_head = (x if x is None else scaled(x, by, dtype) for x in ctx.saved_tensors)
+        return grad_hidden, grad_head, None, None, None, None, None
 
 
 def tokens_per_chunk(t: int, v: int, elements: int) -> int:
