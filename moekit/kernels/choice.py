@@ -27,8 +27,8 @@ def choose_products(who: str, kernels: str, n_rows: int, gate_up: Tensor) -> Pro
     ``"torch"`` is ``torch.nn.functional.grouped_mm`` and plain torch around it; ``"triton"`` this package's
     kernels throughout; ``"quack"`` the GEMMs of quack-kernels, for bfloat16 on Hopper and later, and Triton
     around them; ``"loop"`` the loop over experts that defines the result. ``"auto"`` is ``"torch"`` on CPUs
-    (``"loop"`` for float64), and on CUDA what was fastest when measured (docs/results): Triton, with quack's
-    weight gradients where it is installed and groups have fewer than 2,048 rows on average.
+    (``"loop"`` for float64), and on CUDA what was fastest when measured (docs/results): Triton, and where groups
+    have fewer than 2,048 rows on average, and quack is installed, its products but for the input's gradient.
 
     Raises
     ------
@@ -67,5 +67,5 @@ def choose_products(who: str, kernels: str, n_rows: int, gate_up: Tensor) -> Pro
             raise ValueError(f"{who} needs quack-kernels and bfloat16 for kernels='quack', got {got}")
         return Products("quack", "quack", "quack", "triton")
     # Where groups are short, writing the weights' gradients takes longer than the products: quack hides it.
-    short = n_rows < 2048 * len(gate_up)
-    return Products("triton", "triton", "quack" if has_quack and short else "triton", "triton")
+    best = "quack" if has_quack and n_rows < 2048 * len(gate_up) else "triton"
+    return Products(best, "triton", best, "triton")

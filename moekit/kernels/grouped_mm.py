@@ -259,7 +259,7 @@ def _multiply(
         end = tl.load(offsets + e)
         n_m = (end - start + BLOCK_M - 1) // BLOCK_M
         while tile < seen + n_m * n_n:
-            m, n = _place(tile - seen, n_m, n_n, 8)
+            m, n = _place(tile - seen, n_m, n_n, 16)
             row, column = start + m * BLOCK_M, n * BLOCK_N
             if row + BLOCK_M <= end:
                 out = _tile(a, b, e, row, column, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K)
