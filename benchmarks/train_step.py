@@ -74,7 +74,9 @@ def make_batch(model: mk.ModelConfig, n_sequences: int) -> mk.batch.Batch:
 
 def losses(model: mk.ModelConfig) -> dict[str, Callable]:
     """Return ``loss(params, batch)`` of each candidate."""
-    ours = functools.partial(mk.next_token_loss, config=model, assignment="random", key=key, attend_across_documents=True)
+    ours = functools.partial(
+        mk.next_token_loss, config=model, assignment="random", key=key, attend_across_documents=True
+    )
     stock = functools.partial(make_loss, model)
     known = {
         "moekit": lambda params, batch, **options: ours(params, batch, **options)[0],
@@ -116,6 +118,7 @@ def stock_step(loss: Callable, params: TensorDict, batch, masters, moments, sums
     buffers, master = list(named(sums).values()), list(named(masters).values())
 
     def add(buffer: torch.Tensor, p: torch.Tensor) -> None:
+        assert p.grad is not None
         buffer.add_(p.grad)
         p.grad = None
 

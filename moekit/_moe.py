@@ -62,8 +62,13 @@ def moe(
     if products.elementwise == "triton" and via in (None, "local") and (mesh is None or mesh.size() == 1):
         slots = expert_slots(routing.expert_ids, routing.n_experts)
         offsets = routing.counts.cumsum(0).int()
-        options = dict(base=base, products=products, grad_into=grad_into)
-        return experts_over_tokens(experts, x, slots, routing.weights, offsets, **options), routing
+        y = experts_over_tokens(
+            *(experts, x, slots, routing.weights, offsets),
+            base=base,
+            products=products,
+            grad_into=grad_into,
+        )
+        return y, routing
     sent = dispatch(x, routing, via=via, mesh=mesh)
     rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, grad_into=grad_into)
     y = combine(rows, sent)

@@ -1,20 +1,30 @@
 """Which implementation runs, and Triton where it is installed."""
 
 import inspect
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor as TensorDescriptor
-except ImportError:  # kernels can still be defined, never launched
-    triton = TensorDescriptor = None  # type: ignore[assignment]
+if TYPE_CHECKING:  # what Triton declares does not fit the use of its language
 
-    class tl:  # type: ignore[no-redef]
-        constexpr = None
+    class _Untyped(type):
+        def __getattr__(cls, name: str) -> Any: ...
+
+    class tl(metaclass=_Untyped):
+        constexpr = Any
+
+    triton: Any = None
+    TensorDescriptor: Any = None
+else:
+    try:
+        import triton
+        import triton.language as tl
+        from triton.tools.tensor_descriptor import TensorDescriptor
+    except ImportError:  # kernels can still be defined, never launched
+        triton = TensorDescriptor = None
+        tl = SimpleNamespace(constexpr=lambda value: value)
 
 
 def jit(fn: Any) -> Any:

@@ -232,7 +232,7 @@ FORWARD = dict(ROWS=128, COLUMNS=64, num_warps=8, num_stages=2)
 BACKWARD_Q = dict(ROWS=128, COLUMNS=64, num_warps=8, num_stages=2)
 BACKWARD_KV = dict(ROWS=32, COLUMNS=128, num_warps=8, num_stages=2)  # COLUMNS a multiple of ROWS
 DELTA_ROWS = 64
-LOG2_E = tl.constexpr(1.4426950408889634) if tl.constexpr is not None else None
+LOG2_E = tl.constexpr(1.4426950408889634)  # pyright: ignore[reportCallIssue]
 
 
 @jit

@@ -27,8 +27,8 @@ def choose_products(who: str, kernels: str, n_rows: int, gate_up: Tensor) -> Pro
     ``"torch"`` is ``torch.nn.functional.grouped_mm`` and plain torch around it; ``"triton"`` this package's
     kernels throughout; ``"quack"`` the GEMMs of quack-kernels, for bfloat16 on Hopper and later, and Triton
     around them; ``"loop"`` the loop over experts that defines the result. ``"auto"`` is ``"torch"`` on CPUs
-    (``"loop"`` for float64), and on CUDA what was fastest when measured (docs/results): Triton, and where groups
-    have fewer than 2,048 rows on average, and quack is installed, its products but for the input's gradient.
+    (``"loop"`` for float64), and on CUDA what was fastest when measured (docs/results): Triton, but where
+    groups have fewer than 2,048 rows on average and quack is installed, its forward and weights' gradients.
 
     Raises
     ------

@@ -8,6 +8,8 @@ past the last end are never read, and undefined in a result.
 """
 
 import functools
+import importlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moekit.kernels._backend import TensorDescriptor, jit, tl, use_triton
+from moekit.kernels._backend import TensorDescriptor, jit, loop_bound, tl, use_triton
 
 
 def grouped_mm(
@@ -170,13 +172,15 @@ def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor
 # quack-kernels wants offsets with a leading 0, and the operands of a weight's gradient as columns.
 
 
+def _quack() -> Any:
+    return importlib.import_module("quack.gemm_interface")
+
+
 @torch.library.custom_op("moekit::quack_mm", mutates_args=())
 def _quack_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    from quack.gemm_interface import gemm
-
     out = _product_like(rows, weights, offsets)
     if len(rows):
-        gemm(rows, weights, out=out, cu_seqlens_m=F.pad(offsets, (1, 0)), tuned=False)
+        _quack().gemm(rows, weights, out=out, cu_seqlens_m=F.pad(offsets, (1, 0)), tuned=False)
     return out
 
 
@@ -185,12 +189,10 @@ _quack_mm_op.register_fake(_product_like)
 
 @torch.library.custom_op("moekit::quack_weight_grad", mutates_args=())
 def _quack_weight_grad_op(rows: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
-    from quack.gemm_interface import gemm
-
     out = _weight_grad_like(rows, grad, offsets)
     if not len(rows):
         return out.zero_()
-    gemm(rows.T, grad, out=out, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
+    _quack().gemm(rows.T, grad, out=out, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
     return out
 
 
@@ -199,10 +201,8 @@ _quack_weight_grad_op.register_fake(_weight_grad_like)
 
 @torch.library.custom_op("moekit::quack_weight_grad_into", mutates_args=("into",))
 def _quack_weight_grad_into_op(rows: Tensor, grad: Tensor, offsets: Tensor, into: Tensor) -> None:
-    from quack.gemm_interface import gemm_add_inplace
-
     if len(rows):
-        gemm_add_inplace(rows.T, grad, into, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
+        _quack().gemm_add_inplace(rows.T, grad, into, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
 
 
 @_quack_weight_grad_into_op.register_fake
@@ -311,14 +311,14 @@ def _multiply_transposed(
 ):  # fmt: skip
     n_m: tl.constexpr = (K + BLOCK_M - 1) // BLOCK_M
     n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    for tile in range(tl.program_id(0), n_groups * n_m * n_n, tl.num_programs(0)):
+    for tile in range(loop_bound(tl.program_id(0)), n_groups * n_m * n_n, loop_bound(tl.num_programs(0))):
         e = tile // (n_m * n_n)
         m, n = _place(tile % (n_m * n_n), n_m, n_n, 16)
         start = tl.load(offsets + e - 1, mask=e > 0, other=0)
         end = tl.load(offsets + e)
         at, columns = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for first in range(start, end, BLOCK_R):
+        for first in range(loop_bound(start), loop_bound(end), BLOCK_R):
             row = first + tl.arange(0, BLOCK_R)
             inside, row = (row < end)[:, None], row.to(tl.int64)[:, None]
             x = tl.load(a + row * K + at[None, :], mask=inside & (at < K)[None, :], other=0.0)

@@ -35,7 +35,8 @@ class _Logits(torch.autograd.Function):
     def forward(ctx, x, router):
         ctx.save_for_backward(x, router)
         parts = _split(router, 1 if router.dtype == torch.bfloat16 else 3)
-        return sum(torch.ops.moekit.mm_float32(x, torch.cat(parts, 1)).chunk(len(parts), 1))
+        logits = torch.ops.moekit.mm_float32(x, torch.cat(parts, 1))
+        return torch.stack(logits.chunk(len(parts), 1)).sum(0)
 
     @staticmethod
     @once_differentiable
@@ -44,8 +45,8 @@ class _Logits(torch.autograd.Function):
         high, low = _split(grad, 2)
         w_high, w_low = _split(router, 2)
         grad_x = torch.cat([high, low, high], 1) @ torch.cat([w_high, w_high, w_low], 1).mT
-        by_part = torch.ops.moekit.mm_float32(x.mT, torch.cat([high, low], 1)).chunk(2, 1)
-        return grad_x, sum(by_part).to(router.dtype)
+        by_high, by_low = torch.ops.moekit.mm_float32(x.mT, torch.cat([high, low], 1)).chunk(2, 1)
+        return grad_x, (by_high + by_low).to(router.dtype)
 
 
 def _split(x: Tensor, n: int) -> list[Tensor]:
