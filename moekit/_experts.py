@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moekit.kernels import Products, choose_products, forget_saved
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
@@ -155,7 +154,6 @@ class _Experts(torch.autograd.Function):
         return out if slots is None else gather_sum(out, slots, base=base, kernels=kind)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weights, gate_up, down, offsets, slots, gated = ctx.saved_tensors
         alone = forget_saved(ctx)

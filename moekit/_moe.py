@@ -7,7 +7,6 @@ import torch
 from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from moekit._dispatch import Transport, combine, dispatch
@@ -95,15 +94,18 @@ class _FeedForward(torch.autograd.Function):
     def forward(ctx, x, gate_up, down):
         gated = x.flatten(0, -2) @ gate_up
         ctx.save_for_backward(x, gated, gate_up, down)
-        return (swiglu_forward(gated, None, None) @ down).view(x.shape)
+        return (swiglu_forward(gated, None, None, kernels="triton") @ down).view(x.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, gated, gate_up, down = ctx.saved_tensors
         alone = forget_saved(ctx)
         grad = grad.flatten(0, -2)
-        grad_gated, hidden, _ = swiglu_backward(grad @ down.mT, gated, None, None, in_place=alone)
+        grad_hidden = grad @ down.mT
+        grad_gated, hidden, _ = swiglu_backward(
+            grad_hidden, gated, None, None, in_place=alone, kernels="triton"
+        )
+        del grad_hidden
         del gated
         grad_down = hidden.mT @ grad
         del hidden

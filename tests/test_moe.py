@@ -131,3 +131,47 @@ def test_a_dense_feed_forward_is_a_gated_product_of_any_leading_dims():
 def test_an_option_that_routing_does_not_have_is_refused():
     with pytest.raises(TypeError, match="capacity_factor"):
         mk.moe(layer(), draw(3, D), top_k=2, capacity_factor=1.0)
+
+
+def kernel_layer():
+    """Return a layer and tokens whose sizes the kernels take."""
+    params = TensorDict(
+        {
+            "router": draw(16, E, seed=1),
+            "experts": {"gate_up": draw(E, 16, 48, seed=2), "down": draw(E, 24, 16, seed=3)},
+            "shared": {"gate_up": draw(16, 40, seed=4), "down": draw(20, 16, seed=5)},
+        }
+    )
+    return params.apply(lambda w: (w / 4).float()), draw(37, 16, dtype=torch.float32)
+
+
+def test_what_kernels_fuse_is_what_the_four_functions_compose():
+    params, x = kernel_layer()
+    got, grads = run(mk.moe, params, x, top_k=2, kernels="triton")
+    want, want_grads = run(mk.moe, params, x, top_k=2, kernels="torch")
+    close(got, want, 1e-5)
+    for name, g in want_grads.items():
+        close(grads[name], g, 1e-5)
+
+
+def test_a_graph_that_is_retained_gives_the_same_gradients_again():
+    params, x = kernel_layer()
+    x.requires_grad_()
+    y, _ = mk.moe(params, x, top_k=2, kernels="triton")
+    first, second = (torch.autograd.grad(y.sum(), x, retain_graph=i == 0)[0] for i in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_layer_of_kernels_is_one_graph_for_any_routing():
+    params, x = kernel_layer()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(mk.moe, backend=count, fullgraph=True)
+    for seed in range(3):
+        options = dict(top_k=2, kernels="triton", assignment="random", key=mk.random.make_key(seed))
+        close(compiled(params, x, **options)[0], mk.moe(params, x, **options)[0], 1e-6)
+    assert len(graphs) == 1

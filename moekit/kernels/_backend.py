@@ -27,6 +27,9 @@ else:
         tl = SimpleNamespace(constexpr=lambda value: value)
 
 
+INTERPRETED = triton is not None and triton.knobs.runtime.interpret  # as kernels are when they are defined
+
+
 def jit(fn: Any) -> Any:
     """Compile a kernel where Triton is installed, without the shape checks that tests put around it."""
     fn = inspect.unwrap(fn)
@@ -50,8 +53,7 @@ def use_triton(who: str, kernels: str, x: Tensor) -> bool:
         return False
     if kernels == "auto":
         return on_cuda(x) and x.dtype != torch.float64
-    interpreted = triton is not None and triton.knobs.runtime.interpret
-    if triton is None or not (on_cuda(x) or interpreted):
+    if not (on_cuda(x) or INTERPRETED):
         has = "no Triton" if triton is None else f"a tensor on {x.device}"
         raise ValueError(
             f"{who} needs a CUDA device and Triton for kernels='triton', got {has}; take 'auto' or 'torch'"
@@ -75,7 +77,7 @@ def _interpreted_loop_bound(x):
 
 
 # A loop's bound that is known when the kernel runs: Triton 3.6's interpreter, with numpy 2.4, takes no other.
-if triton is not None and triton.knobs.runtime.interpret:
+if INTERPRETED:
     loop_bound = _interpreted_loop_bound
 else:
     loop_bound = jit(_loop_bound)
@@ -96,6 +98,8 @@ def forget_saved(ctx: Any) -> bool:
 
     Returns whether it may be overwritten: not where the graph is retained for another backward.
     """
+    if torch.compiler.is_compiling():
+        return False
     ctx.maybe_clear_saved_tensors()
     try:
         return ctx.saved_tensors is None

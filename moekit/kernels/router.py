@@ -6,7 +6,6 @@ Axes: t tokens, d features, E experts, k choices.
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
 from moekit.kernels._backend import jit, next_power_of_2, on_cuda, tl, use_triton
@@ -39,7 +38,6 @@ class _Logits(torch.autograd.Function):
         return torch.stack(logits.chunk(len(parts), 1)).sum(0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, router = ctx.saved_tensors
         high, low = _split(grad, 2)
@@ -116,7 +114,6 @@ class _Choose(torch.autograd.Function):
         return scores, ids, weights
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_scores, _, grad_weights):  # pyright: ignore[reportIncompatibleMethodOverride]
         scores, ids, weights = ctx.saved_tensors
         if grad_scores is None and grad_weights is None:
