@@ -6,6 +6,7 @@ passed.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._pytree import register_dataclass
 
 from moekit._route import Routing
 from moekit.kernels.permute import expert_slots, to_rows, to_tokens
-from moekit.tree import has_values
+from moekit.tree import check_values, has_values
 
 
 class Transport(NamedTuple):
@@ -56,6 +57,7 @@ def dispatch(
     routing: Routing,
     *,
     via: str | Transport | None = None,
+    kernels: str = "auto",
     mesh: DeviceMesh | None = None,
 ) -> Dispatched:
     """Send every token to the ranks that hold its experts; nothing is ever dropped.
@@ -73,6 +75,8 @@ def dispatch(
         row counts on the host. ``"deepep"`` is DeepEP 2, imported when asked for: bfloat16 on CUDA, d a
         multiple of 256; each rank's sum is rounded to bfloat16 before the last sum. Not yet run on its
         kernels.
+    kernels : {"auto", "torch", "triton"}
+        What puts rows into expert order here and sums them in combine; Triton's on CUDA by default.
     mesh : DeviceMesh, optional
         The one-axis expert-parallel mesh, ``mesh["ep"]``.
 
@@ -104,7 +108,13 @@ def dispatch(
         raise ValueError(
             f"dispatch needs a routing per token, got {len(x)} tokens and {len(routing.expert_ids)} routings"
         )
-    transport = _transport(via, size)
+    check_values(
+        ((routing.expert_ids >= 0) & (routing.expert_ids < routing.n_experts)).all(),
+        "dispatch",
+        f"expert ids in [0, {routing.n_experts})",
+        lambda: f"{routing.expert_ids.min()} to {routing.expert_ids.max()}",
+    )
+    transport = _transport(via, size, kernels)
     rows, offsets, plan = transport.dispatch(x, routing, mesh)
     return Dispatched(
         rows=rows, offsets=offsets, weights=routing.weights, plan=plan, transport=transport, mesh=mesh
@@ -129,7 +139,7 @@ def combine(rows: Float[Tensor, "r d"], dispatched: Dispatched) -> Float[Tensor,
     return dispatched.transport.combine(rows, dispatched.weights, dispatched.plan, dispatched.mesh)
 
 
-def _transport(via: str | Transport | None, size: int) -> Transport:
+def _transport(via: str | Transport | None, size: int, kernels: str) -> Transport:
     if isinstance(via, Transport):
         return via
     if via is None:
@@ -143,21 +153,26 @@ def _transport(via: str | Transport | None, size: int) -> Transport:
     if via not in TRANSPORTS:
         known = sorted([*TRANSPORTS, "deepep"])
         raise ValueError(f"dispatch needs via in {known} or a moekit.Transport, got {via!r}")
-    return TRANSPORTS[via]
+    there, back = TRANSPORTS[via]
+    return Transport(partial(there, kernels=kernels), partial(back, kernels=kernels))
 
 
 # --- One rank -------------------------------------------------------------------------
 
 
-def _dispatch_local(x: Tensor, routing: Routing, mesh: DeviceMesh | None) -> tuple[Tensor, Tensor, Any]:
+def _dispatch_local(
+    x: Tensor, routing: Routing, mesh: DeviceMesh | None, *, kernels: str = "auto"
+) -> tuple[Tensor, Tensor, Any]:
     del mesh
-    slots = expert_slots(routing.expert_ids, routing.n_experts)
-    return to_rows(x, slots), routing.counts.cumsum(0).int(), slots
+    slots = expert_slots(routing.expert_ids, routing.n_experts, kernels=kernels)
+    return to_rows(x, slots, kernels=kernels), routing.counts.cumsum(0).int(), slots
 
 
-def _combine_local(rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None) -> Tensor:
+def _combine_local(
+    rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None, *, kernels: str = "auto"
+) -> Tensor:
     del mesh
-    return to_tokens(rows, plan, weights)
+    return to_tokens(rows, plan, weights, kernels=kernels)
 
 
 # --- Any number of ranks, any backend -------------------------------------------------
@@ -173,10 +188,15 @@ def _on_host(sent: Int[Tensor, " n"], received: Int[Tensor, " n"], rows: int, me
 
 
 def dispatch_all_to_all(
-    x: Tensor, routing: Routing, mesh: DeviceMesh | None, *, read: Callable = _on_host
+    x: Tensor,
+    routing: Routing,
+    mesh: DeviceMesh | None,
+    *,
+    read: Callable = _on_host,
+    kernels: str = "auto",
 ) -> tuple[Tensor, Tensor, Any]:
     """Dispatch on any backend; ``read`` gives the rows sent to and received from each rank, as ints."""
-    rows, _, home = _dispatch_local(x, routing, None)
+    rows, _, home = _dispatch_local(x, routing, None, kernels=kernels)
     if mesh is None:
         return rows, routing.counts.cumsum(0).int(), (home, None)
     n_out = rearrange(routing.counts, "(rank e) -> rank e", rank=mesh.size())
@@ -187,17 +207,24 @@ def dispatch_all_to_all(
     # Rows arrive in the order (source rank, expert); the experts want (expert, source rank).
     ids = torch.arange(n_in.shape[1], device=x.device).repeat(mesh.size())
     ids = ids.repeat_interleave(n_in.flatten(), output_size=len(rows))
-    slots = expert_slots(ids[:, None], n_in.shape[1])
-    return to_rows(rows, slots), n_in.sum(0).cumsum(0).int(), (home, (slots, n_sent, n_received))
+    slots = expert_slots(ids[:, None], n_in.shape[1], kernels=kernels)
+    return (
+        to_rows(rows, slots, kernels=kernels),
+        n_in.sum(0).cumsum(0).int(),
+        (home, (slots, n_sent, n_received)),
+    )
 
 
-def _combine_all_to_all(rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None) -> Tensor:
+def _combine_all_to_all(
+    rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None, *, kernels: str = "auto"
+) -> Tensor:
     home, travel = plan
     if travel is not None:
         assert mesh is not None
         slots, n_sent, n_received = travel
-        rows = all_to_all_single_autograd(to_tokens(rows, slots), n_sent, n_received, mesh)
-    return _combine_local(rows, weights, home, None)
+        rows = to_tokens(rows, slots, kernels=kernels)
+        rows = all_to_all_single_autograd(rows, n_sent, n_received, mesh)
+    return _combine_local(rows, weights, home, None, kernels=kernels)
 
 
 TRANSPORTS = {

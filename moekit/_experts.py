@@ -61,21 +61,9 @@ def expert_forward(
     ValueError
         When an option is unknown, shapes or dtypes do not fit, or offsets descend or pass the last row.
     """
-    gate_up, down = _strided(local(experts["gate_up"])), _strided(local(experts["down"]))
     if activation != "swiglu":
         raise ValueError(f"expert_forward needs activation 'swiglu', got {activation!r}")
-    e, d, h2 = gate_up.shape
-    if down.shape != (e, h2 // 2, d) or rows.shape[-1] != d or offsets.shape != (e,):
-        raise ValueError(
-            "expert_forward needs gate_up (e, d, 2h), down (e, h, d), rows (r, d), offsets (e,), got "
-            f"{tuple(gate_up.shape)}, {tuple(down.shape)}, {tuple(rows.shape)}, {tuple(offsets.shape)}"
-        )
-    if offsets.dtype != torch.int32:
-        raise ValueError(f"expert_forward needs int32 offsets, got {offsets.dtype}; pass offsets.int()")
-    if not rows.dtype == gate_up.dtype == down.dtype:
-        raise ValueError(
-            f"expert_forward needs one dtype, got {rows.dtype}, {gate_up.dtype} and {down.dtype}"
-        )
+    gate_up, down = _weights(experts, rows, offsets)
     if offsets.device.type == "cpu":  # on a device the check would cost more launches than the experts
         ends = torch.cat([offsets.new_zeros(1), offsets, offsets.new_tensor([len(rows)])])
         needs = f"offsets that ascend from 0 to at most the {len(rows)} rows"
@@ -85,9 +73,9 @@ def expert_forward(
         into = _buffers(grad_into, experts)
         return _Experts.apply(rows, None, gate_up, down, offsets, None, None, products, into)
     if products.forward == "loop":
-        hidden = swiglu(grouped_mm(rows, gate_up, offsets, kernels="loop"), kernels="torch")
+        hidden = swiglu(grouped_mm(rows, gate_up, offsets, kernels="loop"))
         return grouped_mm(hidden, down, offsets, kernels="loop")
-    hidden = swiglu(F.grouped_mm(rows, gate_up, offs=offsets), kernels="torch")
+    hidden = swiglu(F.grouped_mm(rows, gate_up, offs=offsets))
     return _ContiguousGrad.apply(F.grouped_mm(hidden, down, offs=offsets))
 
 
@@ -109,9 +97,27 @@ def experts_over_tokens(
     output, as it does the rows in expert order from ``x``; a combine that weighs what the experts return
     would have to keep it.
     """
-    gate_up, down = _strided(local(experts["gate_up"])), _strided(local(experts["down"]))
+    gate_up, down = _weights(experts, x, offsets)
     into = _buffers(grad_into, experts)
     return _Experts.apply(x, weights, gate_up, down, offsets, slots, base, products, into)
+
+
+def _weights(experts: Mapping[str, Tensor], rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return this rank's gate_up and down, if they fit the rows (or tokens) and offsets."""
+    gate_up, down = local(experts["gate_up"]), local(experts["down"])
+    e, d, h2 = gate_up.shape
+    if down.shape != (e, h2 // 2, d) or rows.shape[-1] != d or offsets.shape != (e,):
+        raise ValueError(
+            "expert_forward needs gate_up (e, d, 2h), down (e, h, d), rows (r, d), offsets (e,), got "
+            f"{tuple(gate_up.shape)}, {tuple(down.shape)}, {tuple(rows.shape)}, {tuple(offsets.shape)}"
+        )
+    if offsets.dtype != torch.int32:
+        raise ValueError(f"expert_forward needs int32 offsets, got {offsets.dtype}; pass offsets.int()")
+    if not rows.dtype == gate_up.dtype == down.dtype:
+        raise ValueError(
+            f"expert_forward needs one dtype, got {rows.dtype}, {gate_up.dtype} and {down.dtype}"
+        )
+    return _strided(gate_up), _strided(down)
 
 
 def _strided(weights: Float[Tensor, "E k n"]) -> Float[Tensor, "E k n"]:
@@ -124,14 +130,23 @@ def _buffers(grad_into: Mapping[str, Tensor] | None, experts: Mapping[str, Tenso
     """Return what this rank holds of the buffers for gate_up and down, or None for both."""
     if grad_into is None:
         return None, None
-    names = ("gate_up", "down")
-    for name in names:
-        if name not in grad_into.keys() or grad_into[name].shape != experts[name].shape:
-            got = tuple(grad_into[name].shape) if name in grad_into.keys() else None
+    buffers = []
+    for name in ("gate_up", "down"):
+        buffer = held(grad_into[name]) if name in grad_into.keys() else None
+        weights = held(experts[name])
+        if buffer is None or (buffer.shape, buffer.device) != (weights.shape, weights.device):
+            got = None if buffer is None else f"{tuple(buffer.shape)} on {buffer.device}"
             raise ValueError(
-                f"expert_forward needs grad_into with {name} {tuple(experts[name].shape)}, got {got}"
+                f"expert_forward needs grad_into with {name} {tuple(weights.shape)} on {weights.device}, "
+                f"got {got}"
             )
-    return tuple(held(grad_into[name]) for name in names)
+        if not (buffer.is_floating_point() and buffer.is_contiguous()):
+            raise ValueError(
+                f"expert_forward needs contiguous floating-point buffers in grad_into, got {buffer.dtype} of "
+                f"strides {buffer.stride()} for {name}"
+            )
+        buffers.append(buffer)
+    return tuple(buffers)
 
 
 class _Experts(torch.autograd.Function):
@@ -156,26 +171,34 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weights, gate_up, down, offsets, slots, gated = ctx.saved_tensors
-        alone = forget_saved(ctx)
+        may_overwrite = forget_saved(ctx)
         _, input_grad, weight_grad, kind = ctx.products
         into_gate_up, into_down = ctx.into
         grad_base = grad if ctx.needs_input_grad[6] else None
         grad = grad.contiguous() if slots is None else scatter(grad, slots, kernels=kind)
         grad_hidden = grouped_mm(grad, down.mT, offsets, kernels=input_grad)
         grad_gated, hidden, grad_weights = swiglu_backward(
-            grad_hidden, gated, weights, offsets, in_place=alone, kernels=kind
+            grad_hidden, gated, weights, offsets, in_place=may_overwrite, kernels=kind
         )
         del grad_hidden, gated
-        grad_down = grouped_weight_grad(hidden, grad, offsets, into=into_down, kernels=weight_grad)
+        grad_down = grad_gate_up = grad_x = None
+        if ctx.needs_input_grad[3]:
+            grad_down = grouped_weight_grad(hidden, grad, offsets, into=into_down, kernels=weight_grad)
         del hidden, grad
-        rows = x if slots is None else scatter(x, slots, kernels=kind)
-        grad_gate_up = grouped_weight_grad(rows, grad_gated, offsets, into=into_gate_up, kernels=weight_grad)
-        del rows
-        grad_x = grouped_mm(grad_gated, gate_up.mT, offsets, kernels=input_grad)
-        del grad_gated
+        if ctx.needs_input_grad[2]:
+            rows = x if slots is None else scatter(x, slots, kernels=kind)
+            grad_gate_up = grouped_weight_grad(
+                rows, grad_gated, offsets, into=into_gate_up, kernels=weight_grad
+            )
+            del rows
+        if ctx.needs_input_grad[0]:
+            grad_x = grouped_mm(grad_gated, gate_up.mT, offsets, kernels=input_grad)
+            if slots is not None:
+                del grad_gated
+                grad_x = gather_sum(grad_x, slots, kernels=kind)
         if slots is not None:
             assert grad_weights is not None
-            grad_x, grad_weights = gather_sum(grad_x, slots, kernels=kind), grad_weights[slots]
+            grad_weights = grad_weights[slots]
         return grad_x, grad_weights, grad_gate_up, grad_down, None, None, grad_base, None, None
 
 

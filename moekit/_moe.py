@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
@@ -12,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from moekit._dispatch import Transport, combine, dispatch
 from moekit._experts import Kernels, expert_forward, experts_over_tokens
 from moekit._route import Routing, route
-from moekit.kernels import choose_products, elementwise, forget_saved, use_triton
+from moekit.kernels import choose_products, elementwise
+from moekit.kernels.feed_forward import feed_forward as dense
 from moekit.kernels.permute import expert_slots
-from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from moekit.mesh import local
 
 
@@ -59,7 +58,7 @@ def moe(
         base = feed_forward(params["shared"], x, kernels=elementwise(kernels))
     products = choose_products("moe", kernels, len(x) * top_k, local(experts["gate_up"]))
     if products.elementwise == "triton" and via in (None, "local") and (mesh is None or mesh.size() == 1):
-        slots = expert_slots(routing.expert_ids, routing.n_experts)
+        slots = expert_slots(routing.expert_ids, routing.n_experts, kernels="triton")
         offsets = routing.counts.cumsum(0).int()
         y = experts_over_tokens(
             *(experts, x, slots, routing.weights, offsets),
@@ -68,7 +67,7 @@ def moe(
             grad_into=grad_into,
         )
         return y, routing
-    sent = dispatch(x, routing, via=via, mesh=mesh)
+    sent = dispatch(x, routing, via=via, kernels=elementwise(kernels), mesh=mesh)
     rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, grad_into=grad_into)
     y = combine(rows, sent)
     return y if base is None else y + base, routing
@@ -79,35 +78,6 @@ def feed_forward(
 ) -> Float[Tensor, "*n d"]:
     """Apply a dense SwiGLU feed-forward: ``gate_up`` (d, 2h), ``down`` (h, d). Pure and differentiable.
 
-    On CUDA it keeps ``x`` and the first product, and makes the hidden activations again in its backward.
+    See :func:`moekit.kernels.feed_forward.feed_forward`.
     """
-    gate_up, down = local(params["gate_up"]), local(params["down"])
-    if not use_triton("feed_forward", kernels, x):
-        return swiglu(x @ gate_up, kernels="torch") @ down
-    return _FeedForward.apply(x, gate_up, down)
-
-
-class _FeedForward(torch.autograd.Function):
-    gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
-
-    @staticmethod
-    def forward(ctx, x, gate_up, down):
-        gated = x.flatten(0, -2) @ gate_up
-        ctx.save_for_backward(x, gated, gate_up, down)
-        return (swiglu_forward(gated, None, None, kernels="triton") @ down).view(x.shape)
-
-    @staticmethod
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, gated, gate_up, down = ctx.saved_tensors
-        alone = forget_saved(ctx)
-        grad = grad.flatten(0, -2)
-        grad_hidden = grad @ down.mT
-        grad_gated, hidden, _ = swiglu_backward(
-            grad_hidden, gated, None, None, in_place=alone, kernels="triton"
-        )
-        del grad_hidden
-        del gated
-        grad_down = hidden.mT @ grad
-        del hidden
-        grad_x = (grad_gated @ gate_up.mT).view(x.shape) if ctx.needs_input_grad[0] else None
-        return grad_x, x.flatten(0, -2).mT @ grad_gated, grad_down
+    return dense(x, local(params["gate_up"]), local(params["down"]), kernels=kernels)

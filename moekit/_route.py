@@ -128,7 +128,7 @@ def route(
     if token_ids is not None and token_ids.shape != (len(x),):
         raise ValueError(f"route needs an id for each of {len(x)} tokens, got {tuple(token_ids.shape)}")
 
-    logits = router_logits(x, local(router))
+    logits = router_logits(x, local(router), kernels=kernels)
     expert_ids = None
     if assignment != "top_k":
         assert key is not None

@@ -156,8 +156,13 @@ def attend(
     :class:`moekit.kernels.attention.Documents`, and no mask where ``kernels`` and the device allow, goes to
     :func:`moekit.kernels.attention.causal_attention`; all else to torch's ``scaled_dot_product_attention``.
     """
-    if isinstance(mask, Documents) or (mask is None and has_kernel("attend", kernels, q, q.shape[-1])):
+    if not isinstance(mask, Tensor) and has_kernel("attend", kernels, q, q.shape[-1]):
         return causal_attention(q, k, v, mask)
+    if isinstance(mask, Documents):
+        raise ValueError(
+            f"attend needs kernels for Documents, and there are none for {q.dtype}, d_head={q.shape[-1]} on "
+            f"{q.device} and {kernels=}; pass moekit.model.document_mask"
+        )
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -81,7 +81,8 @@ def cross_entropy(
     )
     if chunk_elements is None:
         chunk_elements = 2**29 if use_triton("cross_entropy", kernels, hidden) else 2**27
-    return _CrossEntropy.apply(hidden, head, targets, weights, z_weight, chunk_elements, kernels)
+    grad = torch.is_grad_enabled()
+    return _CrossEntropy.apply(hidden, head, targets, weights, z_weight, chunk_elements, kernels, grad)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -94,10 +95,10 @@ class _CrossEntropy(torch.autograd.Function):
     gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, weights, z_weight, chunk_elements, kernels):
+    def forward(ctx, hidden, head, targets, weights, z_weight, chunk_elements, kernels, grad):
         acc = torch.promote_types(hidden.dtype, torch.float32)
         ce, z = (torch.zeros((), dtype=acc, device=hidden.device) for _ in range(2))
-        needs_hidden, needs_head = ctx.needs_input_grad[:2]
+        needs_hidden, needs_head = (grad and needs for needs in ctx.needs_input_grad[:2])
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         new_sum = torch.empty_like if len(hidden) else torch.zeros_like  # the first product is not added
         grad_head = new_sum(head, dtype=acc) if needs_head else None
@@ -116,16 +117,17 @@ class _CrossEntropy(torch.autograd.Function):
             if grad_head is not None:
                 add_product_(grad_head, h.T, logits, first=i == 0)
         ctx.save_for_backward(grad_hidden, grad_head)
-        ctx.dtype = head.dtype
+        ctx.dtype, ctx.kernels = head.dtype, kernels
         ctx.mark_non_differentiable(ce, z)
         return ce + z_weight * z, ce, z
 
     @staticmethod
     @once_differentiable  # the saved gradients are constants
     def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        by, dtype = grads[0], ctx.dtype
-        grad_hidden, grad_head = (x if x is None else scaled(x, by, dtype) for x in ctx.saved_tensors)
-        return grad_hidden, grad_head, None, None, None, None, None
+        grad_hidden, grad_head = (
+            x if x is None else scaled(x, grads[0], ctx.dtype, kernels=ctx.kernels) for x in ctx.saved_tensors
+        )
+        return grad_hidden, grad_head, *[None] * 6
 
 
 def tokens_per_chunk(t: int, v: int, elements: int) -> int:

@@ -62,8 +62,11 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
             straight, kwargs["grad_into"] = named(grad_into), grad_into
         grads: dict[str, Tensor | None] = {}
 
-        def ready(name: str, grad: Tensor) -> None:
-            grads[name] = grad if on_grad is None else on_grad(name, grad)
+        def ready(name: str, grad: Tensor | None) -> None:
+            if grad is not None:
+                grads[name] = grad if on_grad is None else on_grad(name, grad)
+            elif name in straight:  # it has gone into its buffer
+                grads[name] = None
 
         fresh = differentiable("value_and_grad", params, ready)
         leaves = named(fresh)
@@ -83,8 +86,8 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
             )
         if loss.requires_grad:
             torch.autograd.backward(loss, inputs=list(leaves.values()))
-        check_reached("value_and_grad", leaves, grads.keys() | straight.keys())
-        tree = nested({name: grads[name] for name in leaves if grads.get(name) is not None})
+        check_reached("value_and_grad", leaves, grads)
+        tree = nested({name: grads[name] for name in leaves if grads[name] is not None})
         loss = loss.detach()
         if has_aux:
             return (loss, tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux)), tree
@@ -144,7 +147,10 @@ def accumulate(
     def run(params: TensorDict, batch: Any, *, into: TensorDict | None = None, **kwargs: Any):
         sums = GradientSums("accumulate", params, on_grad, into)
         if straight is not None:
-            kwargs["grad_into"] = sums.buffers({n: p for n, p in named(params).items() if straight(n)})
+            chosen = {name: p for name, p in named(params).items() if straight(name)}
+            if not chosen:
+                raise ValueError("accumulate needs parameters that straight chooses, got none; leave it out")
+            kwargs["grad_into"] = sums.buffers(chosen)
         total = None
         for part in split_batch(batch, n_microbatches):
             value, _ = grad_fn(params, part, on_grad=sums.add, **kwargs)
@@ -260,16 +266,16 @@ def _checkpointed(fn: Callable) -> Callable:
     return run
 
 
-def differentiable(who: str, params: TensorDict, ready: Callable[[str, Tensor], Any]) -> TensorDict:
+def differentiable(who: str, params: TensorDict, ready: Callable[[str, Tensor | None], Any]) -> TensorDict:
     """Return aliases of parameters to differentiate; ``ready(name, grad)`` gets each complete gradient.
 
-    It runs during backward. The caller's tensors get no ``.grad`` and no hook.
+    It runs during backward, with None where a function has given none. The caller's tensors get no ``.grad``
+    and no hook.
     """
 
     def hand_over(name: str, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
-        if grad is not None:  # None from a function that has added it to a buffer
-            ready(name, grad)
+        ready(name, grad)
 
     def fresh(name: str, p: Tensor) -> Tensor:
         if not p.is_floating_point():
@@ -300,8 +306,10 @@ class GradientSums:
         if unknown := self._buffers.keys() - set(self.names):
             raise ValueError(f"{who} needs buffers of parameters, got {sorted(unknown)} in into")
 
-    def add(self, name: str, grad: Tensor) -> None:
+    def add(self, name: str, grad: Tensor | None) -> None:
         """Add what ``on_grad`` makes of a gradient, one call later, so that its collective goes on."""
+        if grad is None:
+            return None
         self.reached.add(name)
         if self.on_grad is None:
             return self._add(name, grad)
@@ -320,9 +328,9 @@ class GradientSums:
                 self._sums[name] = self._checked_buffer(name, grad)
                 held(self._sums[name]).zero_()
             else:
-                zeros = torch.zeros_like(held(p), dtype=torch.promote_types(p.dtype, torch.float32))
+                wide = torch.promote_types(p.dtype, torch.float32)
+                zeros = held(p).new_zeros(held(p).shape, dtype=wide)
                 self._sums[name] = on_mesh(zeros, like=p, placements=gradient_placements(p))
-            self.reached.add(name)
         return nested({name: self._sums[name] for name in params})
 
     def land(self) -> None:

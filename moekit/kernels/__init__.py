@@ -1,6 +1,6 @@
 """Fast operations, each beside the plain torch that defines it, one operation a file.
 
-What is public takes ``kernels="torch" | "triton" | "auto"``: the reference, which runs anywhere, one Triton
+Most take ``kernels="torch" | "triton" | "auto"``: the reference, which runs anywhere, one Triton
 kernel, or the faster of the two for the device at hand. Differentiable functions keep no more than their
 docstrings say. Custom operators (``moekit::...``) hold the launches, so that fake tensors, ``torch.compile``
 and CUDA graphs see one operation each.

@@ -1,11 +1,16 @@
 """Which implementation runs, and Triton where it is installed."""
 
+import functools
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import (  # pyright: ignore[reportMissingImports]
+    _get_current_graph_task_keep_graph as get_keep_graph,
+)
 
 if TYPE_CHECKING:  # what Triton declares does not fit the use of its language
 
@@ -34,6 +39,30 @@ def jit(fn: Any) -> Any:
     """Compile a kernel where Triton is installed, without the shape checks that tests put around it."""
     fn = inspect.unwrap(fn)
     return fn if triton is None else triton.jit(fn)
+
+
+def operator(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable], Any]:
+    """Make a function a custom operator of torch that runs on its first tensor's device.
+
+    Triton launches on the current device, which need not be the tensors'.
+    """
+
+    def wrap(fn: Callable) -> Any:
+        @functools.wraps(fn)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            with torch.cuda.device_of(first):
+                return fn(*args, **kwargs)
+
+        return torch.library.custom_op(name, run, mutates_args=mutates_args)
+
+    return wrap
+
+
+@functools.cache
+def n_processors(device: torch.device) -> int:
+    """Return the multiprocessors of a CUDA device; of others, a number for the interpreter's programs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def use_triton(who: str, kernels: str, x: Tensor) -> bool:
@@ -76,7 +105,8 @@ def _interpreted_loop_bound(x):
     return int(x.handle.data.item()) if hasattr(x, "handle") else int(x)
 
 
-# A loop's bound that is known when the kernel runs: Triton 3.6's interpreter, with numpy 2.4, takes no other.
+# A loop's bound that is known when the kernel runs. The interpreter of Triton 3.6, which torch 2.11 needs,
+# takes none from numpy 2.4 on; this goes with that version.
 if INTERPRETED:
     loop_bound = _interpreted_loop_bound
 else:
@@ -96,12 +126,10 @@ def elementwise(kernels: str) -> str:
 def forget_saved(ctx: Any) -> bool:
     """Let go of what a function has saved, so that each tensor goes with its last use in the backward.
 
-    Returns whether it may be overwritten: not where the graph is retained for another backward.
+    Returns whether it may be overwritten: not where the graph is retained for another backward. A hook that
+    packs saved tensors and keeps them itself sees them overwritten.
     """
     if torch.compiler.is_compiling():
         return False
     ctx.maybe_clear_saved_tensors()
-    try:
-        return ctx.saved_tensors is None
-    except RuntimeError:  # they are gone
-        return True
+    return not get_keep_graph()

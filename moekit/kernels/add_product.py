@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moekit.kernels import _backend
+from moekit.kernels._backend import operator
 
 
 def add_product_(
@@ -26,7 +27,7 @@ def add_product_(
 
 
 # An operator of our own, as torch's has no right form for meta tensors (2.11) nor for FlopCounterMode (2.13).
-@torch.library.custom_op("moekit::add_product_", mutates_args={"total"})
+@operator("moekit::add_product_", mutates_args=("total",))
 def _add_product_op(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     torch.addmm(total, a, b, out_dtype=total.dtype, beta=1 - first, out=total)
 

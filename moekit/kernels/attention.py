@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.utils._pytree import register_dataclass
 
-from moekit.kernels._backend import jit, loop_bound, tl, use_triton
+from moekit.kernels._backend import INTERPRETED, jit, loop_bound, operator, tl, use_triton
 from moekit.kernels.qk_norm_rope import Gain, Rope, qk_norm_rope_backward, qk_norm_rope_forward
 
 D_HEADS = (16, 32, 64, 128)
@@ -48,8 +48,8 @@ def find_documents(documents: Int[Tensor, "b s"]) -> Documents:
 def has_kernel(who: str, kernels: str, x: Tensor, d_head: int) -> bool:
     """Say whether a function attends to heads of ``d_head`` by these kernels.
 
-    ``"auto"`` takes them on CUDA devices, in half precision and for a d_head of 16, 32, 64 or 128.
-    ``"triton"`` takes float32 too, as Triton's interpreter does.
+    For a d_head of 16, 32, 64 or 128, on CUDA devices in half precision: documents by Triton, whole rows by
+    cuDNN or flash attention. Triton's interpreter takes float32 too.
 
     Raises
     ------
@@ -58,11 +58,13 @@ def has_kernel(who: str, kernels: str, x: Tensor, d_head: int) -> bool:
     """
     if not use_triton(who, kernels, x):
         return False
-    if kernels == "auto":
-        return d_head in D_HEADS and x.dtype in (torch.bfloat16, torch.float16)
-    if d_head not in D_HEADS:
-        raise ValueError(f"{who} needs d_head in {D_HEADS} for kernels='triton', got {d_head}; take 'auto'")
-    return True
+    fits = d_head in D_HEADS and (INTERPRETED or x.dtype in (torch.bfloat16, torch.float16))
+    if kernels == "triton" and not fits:
+        raise ValueError(
+            f"{who} needs d_head in {D_HEADS} and half precision for kernels='triton', got {d_head} and "
+            f"{x.dtype}; take 'auto'"
+        )
+    return fits
 
 
 def causal_attention(
@@ -76,6 +78,12 @@ def causal_attention(
     Pure and differentiable; keeps its arguments, its result and a float32 a row. For what :func:`has_kernel`
     admits. In memory the result is laid out as ``q``.
     """
+    b, n, s, h = q.shape
+    if k.shape != v.shape or k.shape[::2] != (b, s) or k.shape[3] != h or n % k.shape[1]:
+        raise ValueError(
+            "causal_attention needs q (b, n, s, h), k and v (b, m, s, h) and m that divides n, got "
+            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )
     starts, ends = (None, None) if documents is None else (documents.starts, documents.ends)
     return _CausalAttention.apply(q, k, v, starts, ends)
 
@@ -137,7 +145,7 @@ class _AttentionOfQKV(torch.autograd.Function):
 # --- Operators ------------------------------------------------------------------------
 
 
-@torch.library.custom_op("moekit::causal_attention", mutates_args=())
+@operator("moekit::causal_attention")
 def _forward_op(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
     if not q.numel():
         return _out_like(q, k, v, starts)
@@ -163,7 +171,7 @@ def _out_like(q, k, v, starts):
     return torch.empty_like(q), q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
 
 
-@torch.library.custom_op("moekit::causal_attention_backward", mutates_args=())
+@operator("moekit::causal_attention_backward")
 def _backward_op(
     grad: Tensor,
     q: Tensor,
@@ -264,7 +272,7 @@ def _forward(
     COLUMNS: tl.constexpr,
 ):
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    b, head = (tl.program_id(1) // n).to(tl.int64), tl.program_id(1) % n
+    b, head = (tl.program_id(1) // n).to(tl.int64), (tl.program_id(1) % n).to(tl.int64)
     row, i = block * ROWS + tl.arange(0, ROWS), tl.arange(0, h)
     there = (row < s)[:, None]
     q_block = tl.load(
@@ -372,7 +380,7 @@ def _delta(
     ROWS: tl.constexpr,
 ):
     """Sum the products of output and gradient, of each row."""
-    b, head = (tl.program_id(1) // n).to(tl.int64), tl.program_id(1) % n
+    b, head = (tl.program_id(1) // n).to(tl.int64), (tl.program_id(1) % n).to(tl.int64)
     row, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, h)
     there, at = (row < s)[:, None], row.to(tl.int64)[:, None]
     x = tl.load(grad + b * grad_b + head * grad_n + at * grad_s + i[None, :], mask=there, other=0.0)
@@ -415,7 +423,7 @@ def _backward_q(
     COLUMNS: tl.constexpr,
 ):
     block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest first
-    b, head = (tl.program_id(1) // n).to(tl.int64), tl.program_id(1) % n
+    b, head = (tl.program_id(1) // n).to(tl.int64), (tl.program_id(1) % n).to(tl.int64)
     row, i = block * ROWS + tl.arange(0, ROWS), tl.arange(0, h)
     there, at = (row < s)[:, None], row.to(tl.int64)[:, None]
     q_block = tl.load(q + b * q_b + head * q_n + at * q_s + i[None, :], mask=there, other=0.0)
@@ -574,7 +582,7 @@ def _backward_kv(
     COLUMNS: tl.constexpr,
 ):
     m = n // group
-    b, head = (tl.program_id(1) // m).to(tl.int64), tl.program_id(1) % m
+    b, head = (tl.program_id(1) // m).to(tl.int64), (tl.program_id(1) % m).to(tl.int64)
     first = tl.program_id(0) * COLUMNS  # the longest
     column, i = first + tl.arange(0, COLUMNS), tl.arange(0, h)
     there, at = (column < s)[:, None], column.to(tl.int64)[:, None]

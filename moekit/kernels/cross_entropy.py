@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from moekit.kernels._backend import jit, next_power_of_2, tl, use_triton
+from moekit.kernels._backend import jit, next_power_of_2, operator, tl, use_triton
 
 Losses = tuple[Float[Tensor, " n"], Float[Tensor, " n"]]
 
@@ -45,7 +45,7 @@ def cross_entropy_(
     return w * (lse - at_target), w * lse.square()
 
 
-@torch.library.custom_op("moekit::cross_entropy_", mutates_args={"logits"})
+@operator("moekit::cross_entropy_", mutates_args=("logits",))
 def _cross_entropy_op(
     logits: Tensor, targets: Tensor, weights: Tensor, z_weight: float, with_grad: bool
 ) -> tuple[Tensor, Tensor]:

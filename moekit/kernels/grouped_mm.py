@@ -7,7 +7,6 @@ Axes: r rows in the order of E groups, K and N features. ``offsets`` (E,) int32 
 past the last end are never read, and undefined in a result.
 """
 
-import functools
 import importlib
 from typing import Any
 
@@ -17,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moekit.kernels._backend import TensorDescriptor, jit, loop_bound, tl, use_triton
+from moekit.kernels._backend import TensorDescriptor, jit, loop_bound, n_processors, operator, tl, use_triton
 
 
 def grouped_mm(
@@ -94,9 +93,9 @@ BLOCK_M = 128  # rows of a tile of the result; its columns are 512 bytes
 BLOCK_BYTES = 128  # of what is summed over, a step
 
 
-@torch.library.custom_op("moekit::grouped_mm", mutates_args=())
+@operator("moekit::grouped_mm")
 def _grouped_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    rows = rows.contiguous()
+    rows, offsets = rows.contiguous(), offsets.contiguous()
     out = _product_like(rows, weights, offsets)
     e, k, n = weights.shape
     transposed = weights.stride(-1) != 1
@@ -107,7 +106,7 @@ def _grouped_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         return out
     block_k, block_n = BLOCK_BYTES // rows.element_size(), 512 // rows.element_size()
     tile = [block_n, block_k] if transposed else [block_k, block_n]
-    _multiply[(_n_programs(rows.device),)](
+    _multiply[(n_processors(rows.device),)](
         TensorDescriptor.from_tensor(rows, [BLOCK_M, block_k]),
         TensorDescriptor.from_tensor(rows, [BLOCK_M // 2, block_k]),
         TensorDescriptor.from_tensor(weights.flatten(0, 1), tile),
@@ -125,7 +124,7 @@ def _product_like(rows, weights, offsets):
     return rows.new_empty(len(rows), weights.shape[-1])
 
 
-@torch.library.custom_op("moekit::grouped_weight_grad", mutates_args=())
+@operator("moekit::grouped_weight_grad")
 def _weight_grad_op(rows: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     out = _weight_grad_like(rows, grad, offsets)
     _launch_weight_grad(rows, grad, offsets, out, add=False)
@@ -137,7 +136,7 @@ def _weight_grad_like(rows, grad, offsets):
     return rows.new_empty(len(offsets), rows.shape[1], grad.shape[1])
 
 
-@torch.library.custom_op("moekit::grouped_weight_grad_into", mutates_args=("into",))
+@operator("moekit::grouped_weight_grad_into", mutates_args=("into",))
 def _weight_grad_into_op(rows: Tensor, grad: Tensor, offsets: Tensor, into: Tensor) -> None:
     _launch_weight_grad(rows, grad, offsets, into, add=True)
 
@@ -148,7 +147,7 @@ def _(rows, grad, offsets, into):
 
 
 def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor, *, add: bool) -> None:
-    rows, grad = rows.contiguous(), grad.contiguous()
+    rows, grad, offsets = rows.contiguous(), grad.contiguous(), offsets.contiguous()
     e, k, n = out.shape
     if not out.is_contiguous():
         raise ValueError(f"grouped_weight_grad needs a contiguous buffer, got strides {out.stride()}")
@@ -161,7 +160,7 @@ def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor
     quarters = None
     if add and out.dtype == torch.float32 and k % BLOCK_M == 0 and n % 4 == 0 and rows.is_cuda:
         quarters = TensorDescriptor.from_tensor(out.view(e * k, n), [BLOCK_M, 128 // size])
-    _multiply_transposed[(_n_programs(rows.device),)](
+    _multiply_transposed[(n_processors(rows.device),)](
         *(rows, grad, out, quarters, offsets),
         **dict(n_groups=e, K=k, N=n, ADD=add),
         **dict(BLOCK_M=BLOCK_M, BLOCK_N=512 // size, BLOCK_R=BLOCK_BYTES // size),
@@ -176,7 +175,7 @@ def _quack() -> Any:
     return importlib.import_module("quack.gemm_interface")
 
 
-@torch.library.custom_op("moekit::quack_mm", mutates_args=())
+@operator("moekit::quack_mm")
 def _quack_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     out = _product_like(rows, weights, offsets)
     if len(rows):
@@ -187,7 +186,7 @@ def _quack_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
 _quack_mm_op.register_fake(_product_like)
 
 
-@torch.library.custom_op("moekit::quack_weight_grad", mutates_args=())
+@operator("moekit::quack_weight_grad")
 def _quack_weight_grad_op(rows: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     out = _weight_grad_like(rows, grad, offsets)
     if not len(rows):
@@ -199,7 +198,7 @@ def _quack_weight_grad_op(rows: Tensor, grad: Tensor, offsets: Tensor) -> Tensor
 _quack_weight_grad_op.register_fake(_weight_grad_like)
 
 
-@torch.library.custom_op("moekit::quack_weight_grad_into", mutates_args=("into",))
+@operator("moekit::quack_weight_grad_into", mutates_args=("into",))
 def _quack_weight_grad_into_op(rows: Tensor, grad: Tensor, offsets: Tensor, into: Tensor) -> None:
     if len(rows):
         _quack().gemm_add_inplace(rows.T, grad, into, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
@@ -208,11 +207,6 @@ def _quack_weight_grad_into_op(rows: Tensor, grad: Tensor, offsets: Tensor, into
 @_quack_weight_grad_into_op.register_fake
 def _(rows, grad, offsets, into):
     return None
-
-
-@functools.cache
-def _n_programs(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def _product_flops(rows_shape, weights_shape, *_, **__) -> int:

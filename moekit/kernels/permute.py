@@ -1,8 +1,8 @@
 """Rows into the order of their experts, and back: no sort over rows, no atomics on floats, no scatter-add.
 
 ``slots`` (t, k) says where in expert order route (token, choice) lies: rows of one expert stand together, in
-the order of their tokens. Every kernel walks over tokens, so a token is read once for its k rows, and a sum
-over a token's rows is made by one program in a fixed order.
+the order of their tokens. A token is read once for its k rows, and a sum over a token's rows is made by one
+program in a fixed order.
 
 Axes: t tokens, k choices, r = t * k rows, d features, E experts.
 """
@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from moekit.kernels._backend import jit, next_power_of_2, tl, use_triton
+from moekit.kernels._backend import jit, next_power_of_2, operator, tl, use_triton
 
 Slots = Int[Tensor, "t k"]
 
@@ -31,16 +31,9 @@ def expert_slots(expert_ids: Int[Tensor, "t k"], n_experts: int, *, kernels: str
 
 
 def count_experts(
-    expert_ids: Int[Tensor, "t k"],
-    n_experts: int,
-    mask: Bool[Tensor, " t"] | None = None,
-    *,
-    kernels: str = "auto",
+    expert_ids: Int[Tensor, "t k"], n_experts: int, mask: Bool[Tensor, " t"] | None = None
 ) -> Int[Tensor, " E"]:
     """Count rows per expert, of the tokens where ``mask`` is true. int64; no host sync."""
-    if use_triton("count_experts", kernels, expert_ids):
-        ids = expert_ids if mask is None else expert_ids.where(mask[:, None], -1)
-        return torch.ops.moekit.count_by_block(ids, n_experts).sum(1)
     ones = torch.ones_like(expert_ids) if mask is None else mask[:, None].expand_as(expert_ids).long()
     counts = torch.zeros(n_experts, dtype=torch.int64, device=expert_ids.device)
     return counts.scatter_add_(0, expert_ids.flatten(), ones.flatten())
@@ -149,43 +142,27 @@ def gather_sum_backward(
 ROUTES = 128  # a block of routes
 
 
-@torch.library.custom_op("moekit::count_by_block", mutates_args=())
-def _count_op(expert_ids: Tensor, n_experts: int) -> Tensor:
-    counts = _counts_like(expert_ids, n_experts)
-    if expert_ids.numel():
-        _count[(counts.shape[1],)](
-            *(expert_ids.contiguous(), counts, expert_ids.numel()),
-            **dict(n_experts=n_experts, n_blocks=counts.shape[1]),
-            **dict(ROUTES=ROUTES, E=next_power_of_2(n_experts)),
-        )
-    return counts
-
-
-@_count_op.register_fake
-def _counts_like(expert_ids, n_experts):
-    return expert_ids.new_empty(n_experts, -(-expert_ids.numel() // ROUTES), dtype=torch.int32)
-
-
-@torch.library.custom_op("moekit::expert_slots", mutates_args=())
+@operator("moekit::expert_slots")
 def _expert_slots_op(expert_ids: Tensor, n_experts: int) -> Tensor:
-    expert_ids = expert_ids.contiguous()
-    slots = _slots_like(expert_ids, n_experts)
-    counts = _count_op(expert_ids, n_experts)
-    if expert_ids.numel():
-        # Rows through each block's of an expert: those of smaller experts, and of this one in earlier blocks.
-        through = counts.view(-1).cumsum(0)
-        _rank[(counts.shape[1],)](
-            expert_ids, through, slots, expert_ids.numel(), n_blocks=counts.shape[1], ROUTES=ROUTES
+    slots, n = _slots_like(expert_ids, n_experts), expert_ids.numel()
+    if n:
+        expert_ids, n_blocks = expert_ids.contiguous(), -(-n // ROUTES)
+        counts = expert_ids.new_empty(n_experts * n_blocks, dtype=torch.int32)
+        _count[(n_blocks,)](
+            *(expert_ids, counts, n),
+            **dict(n_experts=n_experts, n_blocks=n_blocks, ROUTES=ROUTES, E=next_power_of_2(n_experts)),
         )
+        # Rows through each block's of an expert: those of smaller experts, and of this one in earlier blocks.
+        _rank[(n_blocks,)](expert_ids, counts.cumsum(0), slots, n, n_blocks=n_blocks, ROUTES=ROUTES)
     return slots
 
 
 @_expert_slots_op.register_fake
 def _slots_like(expert_ids, n_experts):
-    return torch.empty_like(expert_ids, dtype=torch.int64)
+    return expert_ids.new_empty(expert_ids.shape, dtype=torch.int64)
 
 
-@torch.library.custom_op("moekit::scatter_rows", mutates_args=())
+@operator("moekit::scatter_rows")
 def _scatter_op(x: Tensor, slots: Tensor) -> Tensor:
     x, slots = x.contiguous(), slots.contiguous()
     rows = _rows_like(x, slots)
@@ -199,7 +176,7 @@ def _rows_like(x, slots):
     return x.new_empty(slots.numel(), x.shape[1])
 
 
-@torch.library.custom_op("moekit::gather_sum", mutates_args=())
+@operator("moekit::gather_sum")
 def _gather_sum_op(rows: Tensor, slots: Tensor, weights: Tensor | None, base: Tensor | None) -> Tensor:
     rows, slots = rows.contiguous(), slots.contiguous()
     weights = None if weights is None else weights.contiguous()
@@ -217,7 +194,7 @@ def _tokens_like(rows, slots, weights, base):
     return rows.new_empty(len(slots), rows.shape[1])
 
 
-@torch.library.custom_op("moekit::gather_sum_backward", mutates_args=())
+@operator("moekit::gather_sum_backward")
 def _gather_sum_backward_op(
     grad: Tensor, rows: Tensor, slots: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -234,7 +211,7 @@ def _gather_sum_backward_op(
 
 @_gather_sum_backward_op.register_fake
 def _gradients_like(grad, rows, slots, weights):
-    return torch.empty_like(rows), torch.empty_like(weights)
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
 
 
 def _block(x: Tensor) -> int:

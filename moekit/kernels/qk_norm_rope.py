@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from moekit.kernels._backend import jit, next_power_of_2, tl, use_triton
+from moekit.kernels._backend import jit, next_power_of_2, operator, tl, use_triton
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines, each (s, h / 2)
 Gain = Float[Tensor, " h"] | None
@@ -113,6 +113,12 @@ def qk_norm_rope_forward(
 ) -> Heads:
     """Launch the Triton kernel of :func:`qk_norm_rope`; values are a view. Not differentiable."""
     n, m = n_heads, n_kv_heads
+    half = qkv.shape[-1] // (n + 2 * m) // 2
+    if any(table.shape != (qkv.shape[1], half) for table in rope):
+        raise ValueError(
+            f"qk_norm_rope needs cosines and sines ({qkv.shape[1]}, {half}), got "
+            f"{[tuple(table.shape) for table in rope]}"
+        )
     qk = torch.ops.moekit.qk_norm_rope(qkv, q_gain, k_gain, *rope, n, m, eps)
     v = qkv.unflatten(-1, (n + 2 * m, -1))[:, :, n + m :]
     return qk[:, :, :n].transpose(1, 2), qk[:, :, n:].transpose(1, 2), v.transpose(1, 2)
@@ -138,7 +144,7 @@ def qk_norm_rope_backward(
 HEADS, TOKENS, STEPS = 8, 2, 16  # heads and tokens of a tile; tiles of a program in the backward
 
 
-@torch.library.custom_op("moekit::qk_norm_rope", mutates_args=())
+@operator("moekit::qk_norm_rope")
 def _forward_op(
     qkv: Tensor,
     q_gain: Tensor | None,
@@ -150,6 +156,7 @@ def _forward_op(
     eps: float,
 ) -> Tensor:
     qkv = qkv.contiguous()
+    q_gain, k_gain = (None if gain is None else gain.contiguous() for gain in (q_gain, k_gain))
     qk = _qk_like(qkv, q_gain, k_gain, cos, sin, n_heads, n_kv_heads, eps)
     b, s, heads, h = qk.shape
     if qk.numel():
@@ -167,7 +174,7 @@ def _qk_like(qkv, q_gain, k_gain, cos, sin, n_heads, n_kv_heads, eps):
     return qkv.new_empty(b, s, n_heads + n_kv_heads, width // (n_heads + 2 * n_kv_heads))
 
 
-@torch.library.custom_op("moekit::qk_norm_rope_backward", mutates_args=())
+@operator("moekit::qk_norm_rope_backward")
 def _backward_op(
     grad_q: Tensor,
     grad_k: Tensor,
@@ -180,6 +187,7 @@ def _backward_op(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     qkv = qkv.contiguous()
+    q_gain, k_gain = (None if gain is None else gain.contiguous() for gain in (q_gain, k_gain))
     grad_qkv, grad_gains = _gradients_like(grad_q, grad_k, grad_v, qkv, q_gain, k_gain, cos, sin, eps)
     # The heads of a position beside each other, as attention gives them.
     by_position = [z.transpose(1, 2).contiguous() for z in (grad_q, grad_k, grad_v)]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from moekit.kernels._backend import jit, next_power_of_2, tl, use_triton
+from moekit.kernels._backend import jit, n_processors, next_power_of_2, operator, tl, use_triton
 
 _TILE = 4096  # elements that a program holds at once, or a row
 
@@ -55,7 +55,7 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.view(x.shape), grad_gain, grads[0] if ctx.needs_input_grad[2] else None, None
 
 
-@torch.library.custom_op("moekit::rms_norm", mutates_args=())
+@operator("moekit::rms_norm")
 def _forward_op(x: Tensor, gain: Tensor, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     y, rstd = _normed_like(x, gain, residual, eps)
@@ -74,17 +74,18 @@ def _forward_op(x: Tensor, gain: Tensor, residual: Tensor | None, eps: float) ->
 
 @_forward_op.register_fake
 def _normed_like(x, gain, residual, eps):
-    return x.new_empty(x.shape), x.new_empty(len(x), dtype=torch.float32)
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), dtype=torch.float32)
 
 
-@torch.library.custom_op("moekit::rms_norm_backward", mutates_args=())
+@operator("moekit::rms_norm_backward")
 def _backward_op(grad: Tensor, x: Tensor, gain: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     x, grad = x.contiguous(), grad.contiguous()
     n, d = x.shape
     if not x.numel():
         return torch.empty_like(x), torch.zeros_like(gain)
     rows, block, num_warps = _tile(d)
-    programs = min(-(-n // rows), 4 * _n_processors(x))
+    programs = min(-(-n // rows), 4 * n_processors(x.device))
     grad_x = torch.empty_like(x)
     partial = x.new_empty(programs, d, dtype=torch.float32)
     _backward[(programs,)](
@@ -107,10 +108,6 @@ def _tile(d: int) -> tuple[int, int, int]:
     block = next_power_of_2(d)
     rows = max(_TILE // block, 1)
     return rows, block, min(rows * block // 512, 32)
-
-
-def _n_processors(x: Tensor) -> int:
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
 
 
 @jit

@@ -1,4 +1,4 @@
-"""The router: logits, and then scores, choice, weights and counts in one pass.
+"""The router: logits, and then scores, choice and weights in one pass.
 
 Axes: t tokens, d features, E experts, k choices.
 """
@@ -8,19 +8,23 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moekit.kernels._backend import jit, next_power_of_2, on_cuda, tl, use_triton
+from moekit.kernels import _backend
+from moekit.kernels._backend import jit, next_power_of_2, operator, tl, use_triton
 
 # --- Logits ---------------------------------------------------------------------------
 
 
-def router_logits(x: Float[Tensor, "t d"], router: Float[Tensor, "d E"]) -> Float[Tensor, "t E"]:
+def router_logits(
+    x: Float[Tensor, "t d"], router: Float[Tensor, "d E"], *, kernels: str = "auto"
+) -> Float[Tensor, "t E"]:
     """Return ``x @ router`` in float32 at least. Pure and differentiable.
 
     For bfloat16 tokens on CUDA a float32 router is written as a sum of three bfloat16, which has all its 24
     bits: tensor cores multiply those exactly and add in float32. The backward splits the float32 gradient in
     two, which keeps 16 bits of it.
     """
-    if x.dtype == torch.bfloat16 and router.dtype in (torch.bfloat16, torch.float32) and on_cuda(x):
+    splits = x.dtype == torch.bfloat16 and router.dtype in (torch.bfloat16, torch.float32)
+    if splits and kernels != "torch" and _backend.on_cuda(x):
         return _Logits.apply(x, router)
     wide = torch.promote_types(torch.promote_types(x.dtype, router.dtype), torch.float32)
     with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):  # which would round them
@@ -56,7 +60,7 @@ def _split(x: Tensor, n: int) -> list[Tensor]:
     return parts
 
 
-@torch.library.custom_op("moekit::mm_float32", mutates_args=())
+@operator("moekit::mm_float32")
 def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
@@ -71,7 +75,7 @@ def _flops(a_shape, b_shape, *_, **__) -> int:
     return 2 * a_shape[0] * a_shape[1] * b_shape[1]
 
 
-# --- Scores, choice, weights, counts --------------------------------------------------
+# --- Scores, choice, weights --------------------------------------------------
 
 
 def choose(
@@ -124,7 +128,7 @@ class _Choose(torch.autograd.Function):
         return grad, None, None, None, None, None, None
 
 
-@torch.library.custom_op("moekit::choose", mutates_args=())
+@operator("moekit::choose")
 def _choose_op(
     logits: Tensor,
     bias: Tensor | None,
@@ -143,7 +147,8 @@ def _choose_op(
         tokens, padded = _blocks(n_experts)
         _choose[(-(-t // tokens),)](
             *(logits, bias, given, scores, ids, weights, t, scale),
-            **dict(n_experts=n_experts, k=top_k, SOFTMAX=softmax, L1=l1, TOKENS=tokens, E=padded),
+            **dict(n_experts=n_experts, k=top_k, SOFTMAX=softmax, L1=l1),
+            **dict(TOKENS=tokens, E=padded, K=next_power_of_2(top_k)),
         )
     return scores, ids, weights
 
@@ -153,10 +158,10 @@ def _chosen_like(logits, bias, expert_ids, top_k, softmax, l1, scale):
     t = len(logits)
     n_ids = t if expert_ids is None else 0  # ids that are given are not copied
     ids = torch.empty(n_ids, top_k, dtype=torch.int64, device=logits.device)
-    return torch.empty_like(logits), ids, logits.new_empty(t, top_k)
+    return logits.new_empty(logits.shape), ids, logits.new_empty(t, top_k)
 
 
-@torch.library.custom_op("moekit::choose_backward", mutates_args=())
+@operator("moekit::choose_backward")
 def _choose_backward_op(
     grad_scores: Tensor | None,
     grad_weights: Tensor | None,
@@ -169,6 +174,7 @@ def _choose_backward_op(
 ) -> Tensor:
     grad_scores = None if grad_scores is None else grad_scores.contiguous()
     grad_weights = None if grad_weights is None else grad_weights.contiguous()
+    scores, weights = scores.contiguous(), weights.contiguous()
     grad_logits = torch.empty_like(scores)
     t, n_experts = scores.shape
     if t:
@@ -182,7 +188,7 @@ def _choose_backward_op(
 
 @_choose_backward_op.register_fake
 def _(grad_scores, grad_weights, scores, ids, weights, softmax, l1, scale):
-    return torch.empty_like(scores)
+    return scores.new_empty(scores.shape)
 
 
 def _blocks(n_experts: int) -> tuple[int, int]:
@@ -195,7 +201,7 @@ def _blocks(n_experts: int) -> tuple[int, int]:
 def _choose(
     logits, bias, given, scores, ids, weights, t, scale,
     n_experts: tl.constexpr, k: tl.constexpr, SOFTMAX: tl.constexpr, L1: tl.constexpr,
-    TOKENS: tl.constexpr, E: tl.constexpr,
+    TOKENS: tl.constexpr, E: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     expert = tl.arange(0, E)
@@ -214,28 +220,25 @@ def _choose(
     if bias is not None:
         biased += tl.load(bias + expert, mask=expert < n_experts, other=0.0)[None, :]
     biased = tl.where(real, tl.maximum(biased, -3e38), float("-inf"))  # above what is taken already
-    total = tl.zeros((TOKENS,), tl.float32)
+    choice = tl.arange(0, K)[None, :]
+    chosen, best_ids = tl.zeros((TOKENS, K), tl.float32), tl.zeros((TOKENS, K), tl.int64)
     for j in tl.static_range(k):
         if given is None:
             best = tl.minimum(tl.argmax(biased, 1), n_experts - 1)
-            tl.store(ids + token * k + j, best.to(tl.int64), mask=token < t)
         else:
             best = tl.load(given + token * k + j, mask=token < t, other=0).to(tl.int32)
         here = expert[None, :] == best[:, None]
         biased = tl.where(here, float("-inf"), biased)
         weight = tl.sum(tl.where(here, value, 0.0), 1)
-        total += weight
-        if not L1:
-            tl.store(weights + token * k + j, weight * scale, mask=token < t)
+        chosen = tl.where(choice == j, weight[:, None], chosen)
+        best_ids = tl.where(choice == j, best[:, None].to(tl.int64), best_ids)
     if L1:
-        factor = scale / tl.maximum(total, 1.1754944e-38)
-        for j in tl.static_range(k):
-            if given is None:
-                best = tl.load(ids + token * k + j, mask=token < t, other=0).to(tl.int32)
-            else:
-                best = tl.load(given + token * k + j, mask=token < t, other=0).to(tl.int32)
-            weight = tl.sum(tl.where(expert[None, :] == best[:, None], value, 0.0), 1)
-            tl.store(weights + token * k + j, weight * factor, mask=token < t)
+        chosen /= tl.maximum(tl.sum(chosen, 1), 1.1754944e-38)[:, None]
+    at = token[:, None] * k + choice
+    within = (token < t)[:, None] & (choice < k)
+    tl.store(weights + at, chosen * scale, mask=within)
+    if given is None:
+        tl.store(ids + at, best_ids, mask=within)
 
 
 @jit

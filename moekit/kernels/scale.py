@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from moekit.kernels._backend import jit, tl, use_triton
+from moekit.kernels._backend import jit, operator, tl, use_triton
 
 _BLOCK = 4096
 
@@ -12,13 +12,14 @@ def scaled(x: Tensor, by: Tensor, dtype: torch.dtype, *, kernels: str = "auto") 
     """Return ``x * by`` in another dtype, in one pass; ``by`` is 0-d. Not differentiable."""
     if use_triton("scaled", kernels, x):
         return torch.ops.moekit.scaled(x, by, dtype)
-    return (x * by).to(dtype)
+    return (x * by.to(torch.promote_types(x.dtype, by.dtype))).to(dtype)
 
 
-@torch.library.custom_op("moekit::scaled", mutates_args=())
+@operator("moekit::scaled")
 def _scaled_op(x: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    x = x.contiguous()
     out = _scaled_like(x, by, dtype)
+    if out.stride() != x.stride():  # else both are walked in the order of memory
+        x = x.contiguous()
     if x.numel():
         _scale[(-(-x.numel() // _BLOCK),)](x, by, out, x.numel(), BLOCK=_BLOCK)
     return out
@@ -26,7 +27,7 @@ def _scaled_op(x: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
 
 @_scaled_op.register_fake
 def _scaled_like(x, by, dtype):
-    return torch.empty_like(x, dtype=dtype)
+    return torch.empty_like(x, dtype=dtype)  # dense tensors keep their strides
 
 
 @jit

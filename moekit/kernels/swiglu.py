@@ -12,40 +12,23 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from moekit.kernels._backend import jit, next_power_of_2, tl, use_triton
+from moekit.kernels._backend import jit, next_power_of_2, operator, tl, use_triton
 
 Weights = Float[Tensor, " r"] | None
 End = Int[Tensor, " e"] | None  # its last element is where valid rows end
 
 
-def swiglu(gate_up: Float[Tensor, "*n h2"], *, kernels: str = "auto") -> Float[Tensor, "*n h"]:
-    """Return ``silu(gate) * up`` of the last dim's halves. Pure and differentiable; keeps its input."""
-    if not use_triton("swiglu", kernels, gate_up):
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
-    return _SwiGLU.apply(gate_up)
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate_up):
-        ctx.save_for_backward(gate_up)
-        rows = gate_up.reshape(-1, gate_up.shape[-1])
-        return swiglu_forward(rows, None, None).view(*gate_up.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        (gate_up,) = ctx.saved_tensors
-        rows, grad = gate_up.reshape(-1, gate_up.shape[-1]), grads[0].reshape(-1, grads[0].shape[-1])
-        return swiglu_backward(grad, rows, None, None)[0].view(gate_up.shape)
+def swiglu(gate_up: Float[Tensor, "*n h2"]) -> Float[Tensor, "*n h"]:
+    """Return ``silu(gate) * up`` of the two halves of the last dim, in plain torch."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def swiglu_forward(gate_up: Float[Tensor, "r h2"], weights: Weights, end: End, *, kernels: str = "auto"):
     """Return the hidden rows (r, h), each times its weight; undefined past the end. Not differentiable."""
     if use_triton("swiglu_forward", kernels, gate_up):
         return torch.ops.moekit.swiglu(gate_up, weights, end)
-    gate, up = gate_up.chunk(2, -1)
-    hidden = F.silu(gate) * up
+    hidden = swiglu(gate_up)
     return hidden if weights is None else (hidden * weights[:, None]).to(hidden.dtype)
 
 
@@ -69,18 +52,22 @@ def swiglu_backward(
             return gate_up, grad, None if weights is None else grad_weights
         grad_gate_up, hidden, grad_weights = torch.ops.moekit.swiglu_backward(grad, gate_up, weights, end)
         return grad_gate_up, hidden, None if weights is None else grad_weights
-    leaves = [gate_up.detach().requires_grad_()]
+    wide = torch.promote_types(gate_up.dtype, torch.float32)
+    (gate, up), grad = gate_up.to(wide).chunk(2, -1), grad.to(wide)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    hidden, grad_weights = silu * up, None
     if weights is not None:
-        leaves.append(weights.detach().requires_grad_())
-    with torch.enable_grad():
-        hidden = swiglu_forward(leaves[0], None if weights is None else leaves[1], end, kernels="torch")
-    grads = torch.autograd.grad(hidden, leaves, grad)
-    return grads[0], hidden.detach(), grads[1] if weights is not None else None
+        grad_weights = (grad * hidden).sum(-1)
+        hidden, grad = hidden * weights[:, None], grad * weights[:, None]
+    grad_gate_up = torch.cat([grad * up * (sigmoid + silu * (1 - sigmoid)), grad * silu], -1)
+    return grad_gate_up.to(gate_up.dtype), hidden.to(gate_up.dtype), grad_weights
 
 
-@torch.library.custom_op("moekit::swiglu", mutates_args=())
+@operator("moekit::swiglu")
 def _forward_op(gate_up: Tensor, weights: Tensor | None, end: Tensor | None) -> Tensor:
     gate_up = gate_up.contiguous()
+    weights, end = (None if x is None else x.contiguous() for x in (weights, end))
     hidden = _hidden_like(gate_up, weights, end)
     r, h = hidden.shape
     if hidden.numel():
@@ -96,7 +83,7 @@ def _hidden_like(gate_up, weights, end):
     return gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
 
 
-@torch.library.custom_op("moekit::swiglu_backward", mutates_args=())
+@operator("moekit::swiglu_backward")
 def _backward_op(
     grad: Tensor, gate_up: Tensor, weights: Tensor | None, end: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,7 +102,7 @@ def _gradients_like(grad, gate_up, weights, end):
     )
 
 
-@torch.library.custom_op("moekit::swiglu_backward_", mutates_args=("grad", "gate_up"))
+@operator("moekit::swiglu_backward_", mutates_args=("grad", "gate_up"))
 def _backward_in_place_op(
     grad: Tensor, gate_up: Tensor, weights: Tensor | None, end: Tensor | None
 ) -> Tensor:
@@ -132,11 +119,14 @@ def _grad_weights_like(grad, gate_up, weights, end):
 
 def _launch_backward(grad, gate_up, weights, end, grad_gate_up, hidden, grad_weights) -> None:
     r, h = grad.shape
+    weights, end = (None if x is None else x.contiguous() for x in (weights, end))
+    block = min(next_power_of_2(h), 1024)
     if grad.numel():
         _backward[(r,)](
             *(grad, gate_up, weights, end, grad_gate_up, hidden, grad_weights),
             *(h, 0 if end is None else len(end)),
-            BLOCK=min(next_power_of_2(h), 1024),
+            BLOCK=block,
+            num_warps=max(min(block // 32, 4), 1),  # no element in two threads: one might have overwritten it
         )
 
 

@@ -1,0 +1,53 @@
+"""A dense SwiGLU feed-forward that keeps its input and its first product.
+
+Axes: n tokens, d features, h hidden.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from moekit.kernels._backend import forget_saved, use_triton
+from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
+
+
+def feed_forward(
+    x: Float[Tensor, "*n d"],
+    gate_up: Float[Tensor, "d h2"],
+    down: Float[Tensor, "h d"],
+    *,
+    kernels: str = "auto",
+) -> Float[Tensor, "*n d"]:
+    """Return ``swiglu(x @ gate_up) @ down``. Pure and differentiable.
+
+    With kernels the hidden activations are made again in the backward.
+    """
+    if use_triton("feed_forward", kernels, x):
+        return _FeedForward.apply(x, gate_up, down)
+    return swiglu(x @ gate_up) @ down
+
+
+class _FeedForward(torch.autograd.Function):
+    gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
+
+    @staticmethod
+    def forward(ctx, x, gate_up, down):
+        gated = x.reshape(-1, x.shape[-1]) @ gate_up
+        ctx.save_for_backward(x, gated, gate_up, down)
+        return (swiglu_forward(gated, None, None, kernels="triton") @ down).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, gated, gate_up, down = ctx.saved_tensors
+        may_overwrite = forget_saved(ctx)
+        needs_x, needs_gate_up, needs_down = ctx.needs_input_grad
+        grad = grad.reshape(-1, grad.shape[-1])
+        grad_hidden = grad @ down.mT
+        grad_gated, hidden, _ = swiglu_backward(
+            grad_hidden, gated, None, None, in_place=may_overwrite, kernels="triton"
+        )
+        del grad_hidden, gated
+        grad_down = hidden.mT @ grad if needs_down else None
+        del hidden
+        grad_x = (grad_gated @ gate_up.mT).view(x.shape) if needs_x else None
+        return grad_x, x.reshape(-1, x.shape[-1]).mT @ grad_gated if needs_gate_up else None, grad_down
