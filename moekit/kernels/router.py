@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.flop_counter import register_flop_formula
 
-from moekit.kernels._backend import jit, next_power_of_2, on_cuda, tl, use_triton
+from moekit.kernels import _backend
+from moekit.kernels._backend import jit, next_power_of_2, tl, use_triton
 
 # --- Logits ---------------------------------------------------------------------------
 
@@ -21,7 +22,7 @@ def router_logits(x: Float[Tensor, "t d"], router: Float[Tensor, "d E"]) -> Floa
     bits: tensor cores multiply those exactly and add in float32. The backward splits the float32 gradient in
     two, which keeps 16 bits of it.
     """
-    if x.dtype == torch.bfloat16 and router.dtype in (torch.bfloat16, torch.float32) and on_cuda(x):
+    if x.dtype == torch.bfloat16 and router.dtype in (torch.bfloat16, torch.float32) and _backend.on_cuda(x):
         return _Logits.apply(x, router)
     wide = torch.promote_types(torch.promote_types(x.dtype, router.dtype), torch.float32)
     with torch.autocast("cpu" if x.is_meta else x.device.type, enabled=False):  # which would round them
