@@ -94,7 +94,7 @@ def operations(
             choose_with_backward,
             chosen + 2 * per_logit + per_id + 2 * per_weight,
         ),
-        "counts": (lambda: count_experts(ids, n_experts, kernels=kernels), per_id + 8 * n_experts),
+        "counts": (lambda: count_experts(ids, n_experts), per_id + 8 * n_experts),
         "slots": (lambda: expert_slots(ids, n_experts, kernels=kernels), 2 * per_id),
         "scatter": (lambda: scatter(x, slots, kernels=kernels), per_x + per_id + per_row),
         "gather and sum": (lambda: gather_sum(rows, slots, kernels=kernels), per_row + per_id + per_x),

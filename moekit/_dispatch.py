@@ -7,7 +7,7 @@ passed.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from einops import rearrange
@@ -153,7 +153,7 @@ def _transport(via: str | Transport | None, size: int, kernels: str) -> Transpor
     if via not in TRANSPORTS:
         known = sorted([*TRANSPORTS, "deepep"])
         raise ValueError(f"dispatch needs via in {known} or a moekit.Transport, got {via!r}")
-    there, back = TRANSPORTS[via]
+    there, back = cast(tuple[Callable[..., Any], ...], TRANSPORTS[via])  # ours take kernels too
     return Transport(partial(there, kernels=kernels), partial(back, kernels=kernels))
 
 

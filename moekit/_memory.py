@@ -171,7 +171,7 @@ def _rank(config: ModelConfig, layout: Layout, stages: dict[int, Stage], ops) ->
     first = layout.n_microbatches == 1  # no sums yet while the only backward runs
     walks = {i: _Walk(config, layout, stage) for i, stage in stages.items()}
 
-    fullest, held = _update(layout, leaves, sums) if layout.optimize else _Moment(gradients=sums), 0
+    fullest, held = _update(layout, leaves, sums, size) if layout.optimize else _Moment(gradients=sums), 0
     moments = {i: list(walk.backward(grow=first)) for i, walk in walks.items()}
     for op in ops:
         if op.kind == "F":
@@ -199,6 +199,7 @@ class _Leaf(NamedTuple):
     held: int  # elements of the parameter on a rank
     owned: int  # of its master
     is_expert: bool
+    is_contiguous: bool  # the parts that ranks own of it
     is_router: bool
 
 
@@ -208,18 +209,31 @@ def _leaves(layout: Layout, shapes: dict[str, tuple[int, ...]]) -> Iterator[_Lea
         expert = ".experts." in name
         held = math.prod(shape) // (layout.ep if expert else 1)
         owned = -(-held // (edp if expert else edp * layout.ep))
-        yield _Leaf(held, owned, expert, name.endswith(".router"))
+        contiguous = not expert or shape[0] == layout.ep  # of several experts each is divided
+        yield _Leaf(held, owned, expert, contiguous, name.endswith(".router"))
 
 
-def _update(layout: Layout, leaves: list[_Leaf], sums: int) -> _Moment:
-    """Return the update's moment: sums, the reduced parts of all, and two buckets on their way."""
+def _update(layout: Layout, leaves: list[_Leaf], sums: int, size: int) -> _Moment:
+    """Return the update's moment: sums, and two buckets on their way.
+
+    First of gradients, with the reduced parts of all, then of parameters. A gradient that fills a bucket is
+    sent from where it is, if its parts lie one after the other.
+    """
     edp = layout.edp or 1
-    if layout.reduce == "micro_batch" or edp * layout.ep == 1:
-        return _Moment(0, 0, sums)
-    travel = [leaf for leaf in leaves if edp > 1 or not leaf.is_expert]
-    packed = [max(4 * leaf.held, BUCKET) for leaf in travel]
-    two = max(map(sum, pairwise(packed)), default=sum(packed))
-    return _Moment(0, 4 * sum(leaf.owned for leaf in travel) + two, sums)
+    travel = [leaf for leaf in leaves if edp > 1 or (layout.ep > 1 and not leaf.is_expert)]
+    workspace = _two([max(size * leaf.held, BUCKET) for leaf in travel])
+    if layout.reduce == "step":
+        copies = [
+            0 if leaf.is_contiguous and 4 * leaf.held >= BUCKET else max(4 * leaf.held, BUCKET)
+            for leaf in travel
+        ]
+        workspace = max(workspace, 4 * sum(leaf.owned for leaf in travel) + _two(copies))
+    return _Moment(0, workspace, sums)
+
+
+def _two(buckets: list[int]) -> int:
+    """Return the most bytes of two neighbours."""
+    return max(map(sum, pairwise(buckets)), default=sum(buckets))
 
 
 class _Layer(NamedTuple):
@@ -229,7 +243,11 @@ class _Layer(NamedTuple):
 
 
 class _Walk:
-    """What the forward of a stage keeps for one micro-batch, and the moments of its backward."""
+    """What the forward of a stage keeps for one micro-batch, and the moments of its backward.
+
+    As the autograd functions of CUDA do: ``_Experts``, ``_FeedForward``, ``_AttentionOfQKV``, ``_RMSNorm``,
+    ``_CrossEntropy``.
+    """
 
     def __init__(self, config: ModelConfig, layout: Layout, stage: Stage):
         self.config, self.layout, self.stage = config, layout, stage
@@ -249,8 +267,8 @@ class _Walk:
         kinds = {config.is_moe(i): i for i in stage.layers}
         of_kind = {moe: self.layer(i) for moe, i in kinds.items()}
         self.layers = [of_kind[config.is_moe(i)] for i in stage.layers]
-        # The gradients that the head's forward takes along.
-        self.kept_head = 4 * self.head + self.stream * (3 if stage.heads else 0)
+        # The last norm's input, and the gradients that the head's forward takes along.
+        self.kept_head = 4 * self.head + self.stream * (2 if stage.heads else 0)
         self.kept = self.around + sum(layer.kept for layer in self.layers) + self.kept_head
 
     @property
@@ -270,8 +288,8 @@ class _Walk:
         kept, grown = self.kept, 0
         if self.stage.heads:
             vocab = self.config.vocab_size
-            logits = tokens_per_chunk(self.tokens, vocab, CHUNK) * vocab * self.size
-            yield _Moment(kept, max(logits, self.size * self.head + self.stream), grown)
+            logits = tokens_per_chunk(self.tokens, vocab, CHUNK) * vocab  # in its forward
+            yield _Moment(kept, self.size * max(logits, self.head) + self.stream, grown)
             kept -= self.kept_head
             grown += 4 * self.head * grow
         for layer in reversed(self.layers):
@@ -287,11 +305,8 @@ class _Walk:
         shapes = _shapes(self.config, Stage(layers=range(i, i + 1), embeds=False, heads=False))
         params = sum(leaf.held for leaf in _leaves(self.layout, shapes))
         kept = self.layer_kept(i)
-        again = (
-            self.attention_saved() + self.ffn_saved(i) - kept
-        )  # of both parts, where one is recomputed too
-        work = tuple(2 * self.stream + again + work for work in self.layer_work(i))
-        return _Layer(kept, work, params)
+        again = self.attention_saved() + self.ffn_saved(i) - kept  # of both parts where one is recomputed
+        return _Layer(kept, tuple(again + work for work in self.layer_work(i)), params)
 
     def layer_kept(self, i: int) -> int:
         """Return the bytes that a layer's forward keeps."""
@@ -332,29 +347,41 @@ class _Walk:
         return self.part_saved(inside)
 
     def ffn_saved(self, i: int) -> int:
-        c, size = self.config, self.size
+        c = self.config
         if not c.is_moe(i):
-            return self.part_saved(size * 4 * c.d_dense)
-        rows = size * c.top_k * (2 * c.d_model + 4 * c.d_expert)
-        router = 4 * c.d_model if size < 4 else 0
-        return self.part_saved(rows + router + size * 4 * c.d_shared) + self.routing()
+            return self.part_saved(self.size * 2 * c.d_dense)
+        return self.part_saved(self.experts_saved() + self.size * 2 * c.d_shared) + self.routing()
+
+    def experts_saved(self) -> int:
+        """Return the bytes a token that experts keep: their first product, on several ranks rows twice."""
+        c = self.config
+        rows = 2 * c.d_model if self.layout.ep > 1 else 0  # those for experts, and theirs for combine
+        return self.size * c.top_k * (2 * c.d_expert + rows)
 
     def routing(self) -> int:
-        """Return the bytes of logits, scores, choices and places."""
-        return self.tokens * (8 * self.config.n_experts + 40 * self.config.top_k)
+        """Return the bytes of logits, scores and loads, of choices, weights and places."""
+        return self.tokens * (12 * self.config.n_experts + 32 * self.config.top_k)
 
     def layer_work(self, i: int) -> Iterator[int]:
-        """Return what moments of a layer's backward take beside what its forward has saved."""
-        c, size = self.config, self.size
-        if not c.is_moe(i):
-            yield self.tokens * size * 5 * c.d_dense + size * c.d_model * 2 * c.d_dense
-            return
-        rows = self.tokens * c.top_k
-        weight = size * c.n_experts // self.layout.ep * c.d_model * c.d_expert  # a third of the experts
-        freed = self.tokens * self.norm(c.d_model) if c.norm in ("post", "peri") else 0
-        # combine: gradients of rows and of their weights' products, in float32.
-        yield rows * 8 * c.d_model + self.tokens * 4 * c.d_model - freed
-        # The second GEMM: gradients of hidden, gate and up, and of its weights.
-        yield rows * size * 5 * c.d_expert + weight - freed
-        # The first: what lay between is gone; gradients of rows and weights, the latter laid out anew.
-        yield rows * size * 2 * (c.d_model - c.d_expert) + 4 * weight - freed
+        """Return what moments of a layer's backward take beside what its forward has saved.
+
+        Always the gradient of the stream; that of a norm's output takes the place of the norm's input. The
+        first product becomes its gradient, and that of hidden rows the hidden rows: both are counted once.
+        """
+        c, size, stream = self.config, self.size, self.stream
+        moe = c.is_moe(i)
+        d_hidden, held = (c.d_expert, c.n_experts // self.layout.ep) if moe else (c.d_dense, 1)
+        n_rows = self.tokens * (c.top_k if moe else 1)
+        rows, hidden = size * n_rows * c.d_model, size * n_rows * d_hidden
+        weight = size * held * c.d_model * d_hidden  # of down; gate_up has two
+        travels = moe and self.layout.ep > 1
+        # Hidden rows and down's gradient; what travels has taken the place of combine's rows.
+        yield stream + hidden + weight + (rows if moe and not travels else 0)
+        # All weights' gradients, and rows in expert order or their gradient.
+        yield stream + rows + 3 * weight
+        if travels:  # in the forward: what experts return, in their order and in that of the ranks
+            yield 2 * stream + 2 * rows
+        if self.layout.reduce == "micro_batch" or self.layout.n_microbatches == 1:
+            # gate_up's gradient in float32, when all else of the part is gone.
+            saved = self.tokens * self.experts_saved() if moe else 2 * hidden
+            yield 2 * stream + (3 * weight + 4 * (2 * weight // size)) - saved

@@ -115,7 +115,7 @@ class _CrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(logits, head.T, out=grad_hidden[i : i + n])
             if grad_head is not None:
-                add_product_(grad_head, h.T, logits, first=i == 0)
+                add_product_(grad_head, h.T, logits, first=i == 0, kernels=kernels)
         ctx.save_for_backward(grad_hidden, grad_head)
         ctx.dtype, ctx.kernels = head.dtype, kernels
         ctx.mark_non_differentiable(ce, z)

@@ -219,7 +219,7 @@ def transformer_block(
 
     def feed(z: Tensor) -> tuple[Tensor, Routing | None]:
         if "ffn" in params.keys():
-            return feed_forward(params["ffn"], z), None
+            return feed_forward(params["ffn"], z, kernels=elementwise(kernels)), None
         y, routing = moe(
             params["moe"],
             rearrange(z, "b s d -> (b s) d"),

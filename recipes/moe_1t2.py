@@ -7,7 +7,7 @@ r"""Train ultra-128, 1.2 T parameters with 58 B active, on 512 GPUs: 8 stages of
 
 Differs from moe_47b.py in the pipeline: layers are split into stages by cost, each rank draws the parameters
 of its own stages, and micro-batches pass them in the order of a schedule. All stages read the same batch.
-A rank needs 183 GB at the published layout; on GPUs of 141 GB take --ep 16.
+A rank needs 180 GB at the published layout; on GPUs of 141 GB take --ep 16.
 """
 
 from dataclasses import dataclass, replace

@@ -199,10 +199,12 @@ def test_ultra_128_needs_288_gb_with_ep_8_and_fits_141_with_the_proposed():
     assert "a GPU has 141 GB, a rank of place 1 on pp would hold about 1" in str(error.value)
     lines = str(error.value).partition("nearest layouts that work:\n")[2]
     assert [line.partition(" instead")[0] for line in lines.splitlines()] == [
-        "- ep=16",  # tight
-        "- pp=16, n_microbatches=256",  # tight; micro-batches stay one sequence
-        "- ep=32",
+        "- ep=16",
+        "- pp=16, n_microbatches=256",  # micro-batches stay one sequence
     ]
+    smaller = plan.GPUS["h200"]._replace(memory=135e9)  # where those are tight
+    proposed = nearest_layouts(ULTRA, WIDE, n_gpus=512, gpu=smaller)
+    assert [(x.pp, x.ep) for x in proposed] == [(8, 16), (16, 8), (8, 32)]
     for ep, pp, m in ((32, 8, 128), (16, 16, 256)):
         check_layout(ULTRA, replace(WIDE, ep=ep, pp=pp, n_microbatches=m), n_gpus=512, gpu="h200")
     assert fullest(ULTRA, replace(WIDE, ep=32).on(512)) < 0.75 * 141e9

@@ -10,7 +10,12 @@ from moekit.kernels._backend import operator
 
 
 def add_product_(
-    total: Float[Tensor, "n m"], a: Float[Tensor, "n k"], b: Float[Tensor, "k m"], *, first: bool
+    total: Float[Tensor, "n m"],
+    a: Float[Tensor, "n k"],
+    b: Float[Tensor, "k m"],
+    *,
+    first: bool,
+    kernels: str = "auto",
 ):
     """Set ``total`` to ``a @ b`` where it is the first, else add it. Not differentiable.
 
@@ -18,7 +23,7 @@ def add_product_(
     """
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=1 - first, out=total)
-    elif _backend.on_cuda(a):
+    elif kernels != "torch" and _backend.on_cuda(a):
         torch.ops.moekit.add_product_(total, a, b, first)
     elif first:
         total.copy_(a @ b)

@@ -28,8 +28,16 @@ def swiglu_forward(gate_up: Float[Tensor, "r h2"], weights: Weights, end: End, *
     """Return the hidden rows (r, h), each times its weight; undefined past the end. Not differentiable."""
     if use_triton("swiglu_forward", kernels, gate_up):
         return torch.ops.moekit.swiglu(gate_up, weights, end)
-    hidden = swiglu(gate_up)
-    return hidden if weights is None else (hidden * weights[:, None]).to(hidden.dtype)
+    hidden = _wide(gate_up)[-1]
+    return (hidden if weights is None else hidden * weights[:, None]).to(gate_up.dtype)
+
+
+def _wide(gate_up: Tensor) -> tuple[Tensor, ...]:
+    """Return up, sigmoid and silu of the gate, and their product, in float32 at least."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
+    sigmoid = gate.sigmoid()
+    silu = gate * sigmoid
+    return up, sigmoid, silu, silu * up
 
 
 def swiglu_backward(
@@ -52,11 +60,8 @@ def swiglu_backward(
             return gate_up, grad, None if weights is None else grad_weights
         grad_gate_up, hidden, grad_weights = torch.ops.moekit.swiglu_backward(grad, gate_up, weights, end)
         return grad_gate_up, hidden, None if weights is None else grad_weights
-    wide = torch.promote_types(gate_up.dtype, torch.float32)
-    (gate, up), grad = gate_up.to(wide).chunk(2, -1), grad.to(wide)
-    sigmoid = gate.sigmoid()
-    silu = gate * sigmoid
-    hidden, grad_weights = silu * up, None
+    up, sigmoid, silu, hidden = _wide(gate_up)
+    grad, grad_weights = grad.to(hidden.dtype), None
     if weights is not None:
         grad_weights = (grad * hidden).sum(-1)
         hidden, grad = hidden * weights[:, None], grad * weights[:, None]

@@ -22,6 +22,7 @@ LAYOUTS = {  # name: what is done to weights whose values must not change
     "as they are": lambda w: w,
     "transposed weights": lambda w: w.mT.contiguous().mT,
     "weights of a larger tensor": lambda w: torch.stack([w, w], -1)[..., 0],
+    "strided offsets": lambda w: w,
 }
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6, torch.bfloat16: 1e-2}
 
@@ -69,9 +70,9 @@ def check_kernel(
         for name, error in errors.items():
             assert error <= TOLERANCE[dtype], f"{name} ({case}, {dtype}): relative error {error:.1e}"
             assert torch.equal(first[name], second[name]), f"{name} differs the second time ({case}, {dtype})"
-        lines.append(f"{case:<24}" + "  ".join(f"{name} {error:.1e}" for name, error in errors.items()))
+        lines.append(f"{case:<28}" + "  ".join(f"{name} {error:.1e}" for name, error in errors.items()))
     if large:
-        lines.append(f"{'more than 2**31 elements':<24}" + _check_large(op, dtype, device))
+        lines.append(f"{'more than 2**31 elements':<28}" + _check_large(op, dtype, device))
     return "\n".join(lines)
 
 
@@ -88,6 +89,8 @@ def _errors(
     rows, grad = draw(valid + n_tail, d), draw(valid + n_tail, d)
     rows[valid:], grad[valid:] = torch.nan, torch.nan
     offsets = torch.tensor(sizes, device=device).cumsum(0).int()
+    if layout == "strided offsets":
+        offsets = torch.stack([offsets, offsets + 1], 1)[:, 0]
 
     def run(fn: Callable, dtype: torch.dtype, n: int) -> dict[str, Tensor]:
         laid_out = [LAYOUTS[layout](w.to(dtype)) for w in (gate_up, down)]

@@ -133,9 +133,21 @@ def test_a_models_attention_is_the_same_with_kernels(documents, qk_norm):
 
 def test_attend_takes_documents_and_means_the_rows_of_the_dense_mask():
     case = CASES["padding"]
-    got = run(lambda q, k, v, documents: attend(q, k, v, find_documents(documents)), case, torch.float32)
+
+    def by_kernel(q, k, v, documents):
+        return attend(q, k, v, find_documents(documents), kernels="triton")
+
+    got = run(by_kernel, case, torch.float32)
     want = run(dense, case, torch.float64)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, check_dtype=False)
+    with refuses("attend needs kernels for Documents, and there are none for torch.float32, d_head=16"):
+        run(lambda q, k, v, documents: attend(q, k, v, find_documents(documents)), case, torch.float32)
+
+
+def test_heads_that_do_not_fit_are_refused():
+    q, k = draw(1, 3, 4, 16, dtype=torch.float32), draw(1, 2, 4, 16, dtype=torch.float32)
+    with refuses("causal_attention needs q (b, n, s, h), k and v (b, m, s, h) and m that divides n"):
+        causal_attention(q, k, k)
 
 
 def test_a_backward_can_be_split_into_that_of_the_input_and_those_of_the_weights():
@@ -173,5 +185,5 @@ def test_a_d_head_that_the_kernels_lack_is_left_to_torch_or_refused():
     x = draw(1, dtype=torch.bfloat16)
     assert not has_kernel("test", "auto", x, 128)  # on a CPU
     assert has_kernel("test", "triton", x, 128)
-    with refuses("test needs d_head in (16, 32, 64, 128) for kernels='triton', got 4; take 'auto'"):
+    with refuses("test needs d_head in (16, 32, 64, 128) and half precision for kernels='triton', got 4"):
         has_kernel("test", "triton", x, 4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from reference import draw
 
-from moekit.kernels import _backend, router
+from moekit.kernels import _backend
 from moekit.kernels.router import choose, router_logits
 
 SHAPES = [(0, 4, 2), (1, 1, 1), (33, 8, 2), (70, 48, 4), (5, 128, 8)]  # tokens, experts, choices
@@ -53,7 +53,7 @@ def test_experts_of_a_token_differ_and_exist_also_where_logits_are_no_numbers():
 
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 5e-6), (torch.bfloat16, 3e-3)])
 def test_logits_of_bfloat16_tokens_are_those_of_float32_products(dtype, tol, monkeypatch):
-    monkeypatch.setattr(router, "on_cuda", lambda x: True)  # the path of the tensor cores
+    monkeypatch.setattr(_backend, "on_cuda", lambda x: True)  # the path of the tensor cores
     x, weights, grad = draw(64, 128).bfloat16(), draw(128, 8, seed=1).to(dtype), draw(64, 8, seed=2).float()
     leaves = [z.clone().requires_grad_() for z in (x, weights)]
     got = router_logits(*leaves)
