@@ -73,17 +73,9 @@ def _losses_like(logits, targets, weights, z_weight, with_grad):
 
 @jit
 def _cross_entropy(
-    logits,
-    targets,
-    weights,
-    ce,
-    z,
-    z_weight,
-    v: tl.constexpr,
-    WITH_GRAD: tl.constexpr,
-    LANES: tl.constexpr,
-    EACH: tl.constexpr,
-):
+    logits, targets, weights, ce, z, z_weight, v: tl.constexpr, WITH_GRAD: tl.constexpr,
+    LANES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * v
     target, weight = tl.load(targets + row), tl.load(weights + row)

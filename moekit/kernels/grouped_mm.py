@@ -158,7 +158,8 @@ def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor
     size = rows.element_size()
     # The memory system adds whole tiles of float32, where a tile is of one matrix.
     quarters = None
-    if add and out.dtype == torch.float32 and k % BLOCK_M == 0 and n % 4 == 0 and rows.is_cuda:
+    hopper = rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    if hopper and add and out.dtype == torch.float32 and k % BLOCK_M == 0 and n % 4 == 0:
         quarters = TensorDescriptor.from_tensor(out.view(e * k, n), [BLOCK_M, 128 // size])
     _multiply_transposed[(n_processors(rows.device),)](
         *(rows, grad, out, quarters, offsets),

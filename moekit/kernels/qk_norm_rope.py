@@ -212,22 +212,9 @@ def _gradients_like(grad_q, grad_k, grad_v, qkv, q_gain, k_gain, cos, sin, eps):
 
 @jit
 def _forward(
-    qkv,
-    q_gain,
-    k_gain,
-    cos,
-    sin,
-    qk,
-    n_tokens,
-    s,
-    eps,
-    n: tl.constexpr,
-    m: tl.constexpr,
-    half: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HALF: tl.constexpr,
-):
+    qkv, q_gain, k_gain, cos, sin, qk, n_tokens, s, eps, n: tl.constexpr, m: tl.constexpr,
+    half: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF)
@@ -262,27 +249,10 @@ def _gains(q_gain, k_gain, head, i, n: tl.constexpr, half: tl.constexpr):
 
 @jit
 def _backward(
-    grad_q,
-    grad_k,
-    grad_v,
-    qkv,
-    q_gain,
-    k_gain,
-    cos,
-    sin,
-    grad_qkv,
-    grad_gains,
-    n_tokens,
-    s,
-    eps,
-    n: tl.constexpr,
-    m: tl.constexpr,
-    half: tl.constexpr,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STEPS: tl.constexpr,
-    HALF: tl.constexpr,
-):
+    grad_q, grad_k, grad_v, qkv, q_gain, k_gain, cos, sin, grad_qkv, grad_gains, n_tokens, s, eps,
+    n: tl.constexpr, m: tl.constexpr, half: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    STEPS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF)
     is_q = (head < n)[:, None]

@@ -127,18 +127,9 @@ def _forward(x, gain, residual, y, rstd, n, eps, d: tl.constexpr, ROWS: tl.const
 
 @jit
 def _backward(
-    grad,
-    x,
-    gain,
-    rstd,
-    grad_x,
-    partial,
-    n,
-    d: tl.constexpr,
-    STEPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    grad, x, gain, rstd, grad_x, partial, n, d: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(gain + column, mask=column < d, other=0.0).to(tl.float32)

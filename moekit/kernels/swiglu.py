@@ -153,17 +153,9 @@ def _forward(gate_up, weights, end, hidden, h: tl.constexpr, n_ends, BLOCK: tl.c
 
 @jit
 def _backward(
-    grad,
-    gate_up,
-    weights,
-    end,
-    grad_gate_up,
-    hidden,
-    grad_weights,
-    h: tl.constexpr,
-    n_ends,
+    grad, gate_up, weights, end, grad_gate_up, hidden, grad_weights, h: tl.constexpr, n_ends,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if end is not None:
         if row >= tl.load(end + n_ends - 1):
