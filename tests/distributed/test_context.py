@@ -211,7 +211,7 @@ def test_attention_over_heads_takes_documents_in_the_place_of_their_mask():
         at = positions_of(s // cp, mesh=mesh)
         heads = [draw(1, n, s, 16, seed=n, dtype=torch.float32) for n in (4, 2, 2)]
         want = attended(attend, *heads, mk.model.document_mask(documents, dtype=torch.float32))
-        over = functools.partial(attend_over_heads, mesh=mesh)
+        over = functools.partial(attend_over_heads, mesh=mesh, kernels="triton")
         got = attended(over, *(z[:, :, at] for z in heads), find_documents(documents))
         for x, z in zip(got, want, strict=True):
             torch.testing.assert_close(x, z[:, :, at], rtol=1e-4, atol=1e-5)
