@@ -44,10 +44,11 @@ def attend_within_backward(
     lse: Tensor,
     starts: Tensor | None,
     ends: Tensor | None,
-    *grads: Tensor,
-) -> tuple[Tensor, ...]:
+    grad_q: Tensor,
+    grad_k: Tensor,
+    grad_v: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Fill the gradients of q, k and v, given that of out."""
-    grad_q, grad_k, grad_v = grads
     grad, q, k, v, out = (_rows(x) for x in (grad, q, k, v, out))
     b, n, s, h = q.shape
     group = n // k.shape[1]
@@ -66,7 +67,7 @@ def attend_within_backward(
         *(n, group, h, h**-0.5),
         **BACKWARD_KV,
     )
-    return grads
+    return grad_q, grad_k, grad_v
 
 
 def _rows(x: Tensor) -> Tensor:
