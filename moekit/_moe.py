@@ -57,7 +57,8 @@ def moe(
     if "shared" in params.keys():
         base = feed_forward(params["shared"], x, kernels=elementwise(kernels))
     products = choose_products("moe", kernels, len(x) * top_k, local(experts["gate_up"]))
-    if products.elementwise == "triton" and via in (None, "local") and (mesh is None or mesh.size() == 1):
+    alone = mesh is None or (mesh.ndim == 1 and mesh.size() == 1)  # dispatch refuses a mesh of more axes
+    if products.elementwise == "triton" and via in (None, "local") and alone:
         slots = expert_slots(routing.expert_ids, routing.n_experts, kernels="triton")
         offsets = routing.counts.cumsum(0).int()
         y = experts_over_tokens(

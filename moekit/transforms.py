@@ -368,7 +368,7 @@ class GradientSums:
         return buffer
 
 
-def _strided_like(p: Tensor, grad: Tensor) -> Tensor:
+def _strided_like(p: Tensor, grad: Tensor | None) -> Tensor | None:
     """Lay a gradient out as its parameter: torch 2.11 copies others, and sums what is Partial on the way."""
     if not isinstance(grad, DTensor) or grad.stride() == p.stride():
         return grad

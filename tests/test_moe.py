@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from reference import (
@@ -6,6 +8,7 @@ from reference import (
     feed_forward as plain_feed_forward,
     moe as plain_moe,
     named_grads,
+    refuses,
     with_grads,
 )
 from tensordict import TensorDict
@@ -175,3 +178,11 @@ def test_a_layer_of_kernels_is_one_graph_for_any_routing():
         options = dict(top_k=2, kernels="triton", assignment="random", key=mk.random.make_key(seed))
         close(compiled(params, x, **options)[0], mk.moe(params, x, **options)[0], 1e-6)
     assert len(graphs) == 1
+
+
+def test_a_mesh_of_two_axes_is_refused_by_kernels_too(unchecked):
+    params, x = kernel_layer()
+    two = SimpleNamespace(ndim=2, mesh_dim_names=("edp", "ep"), size=lambda: 1)
+    for kernels in ("torch", "triton"):
+        with refuses("dispatch needs a one-axis mesh, got axes ('edp', 'ep')"):
+            mk.moe(params, x, top_k=2, kernels=kernels, mesh=two)

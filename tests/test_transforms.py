@@ -161,6 +161,37 @@ def test_micro_batches_sum_to_one_call_of_the_whole_batch_balance_loss_and_count
     assert list(flat(sums)) == list(flat(params))
 
 
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_sums_that_the_loss_adds_to_itself_are_the_same_and_start_anew_in_buffers_used_again(recompute):
+    config = small_config()
+    params, batch = mk.init_params(config, dtype=torch.float64), packed_batch()
+    block = mk.remat(mk.model.transformer_block, recompute)
+    grad_fn = mk.value_and_grad(mk.next_token_loss, has_aux=True)
+    want = mk.accumulate(grad_fn, 2)(params, batch, config=config, block=block)[1]
+    straight = mk.accumulate(grad_fn, 2, straight=mk.model.is_expert)
+    sums = None
+    for _ in range(2):
+        _, sums = straight(params, batch, into=sums, config=config, block=block)
+        close(flat(sums), flat(want))
+        assert list(flat(sums)) == list(flat(params))
+
+
+def test_a_sum_that_the_loss_never_adds_to_is_named():
+    params = TensorDict({"a": torch.ones(2), "b": torch.ones(2)})
+    grad_fn = mk.value_and_grad(lambda p, x, grad_into: (p["a"] * x).sum())
+    with refuses("value_and_grad needs every parameter in the loss, no gradient reached b"):
+        mk.accumulate(grad_fn, 1, straight=lambda name: name == "b")(params, torch.ones(1, 2))
+
+
+def test_straight_sums_are_refused_where_they_have_no_effect():
+    grad_fn = mk.value_and_grad(lambda p, x: (p["a"] * x).sum())
+    with refuses("accumulate needs no on_grad with straight"):
+        mk.accumulate(grad_fn, 1, straight=mk.model.is_expert, on_grad=lambda name, grad: grad)
+    with refuses("accumulate needs parameters that straight chooses, got none"):
+        run = mk.accumulate(grad_fn, 1, straight=mk.model.is_expert)
+        run(TensorDict({"a": torch.ones(2)}), torch.ones(1, 2))
+
+
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_the_balance_loss_of_equal_scores_is_one_a_layer_in_however_many_micro_batches(n):
     config, batch = small_config(n_dense_layers=0), packed_batch()

@@ -28,7 +28,7 @@ def choose_products(who: str, kernels: str, n_rows: int, gate_up: Tensor) -> Pro
     ``"torch"`` is ``torch.nn.functional.grouped_mm`` and plain torch around it; ``"triton"`` this package's
     kernels throughout; ``"quack"`` the GEMMs of quack-kernels, for bfloat16 on Hopper and later, and Triton
     around them; ``"loop"`` the loop over experts that defines the result. ``"auto"`` is ``"torch"`` on CPUs
-    (``"loop"`` for float64), and on CUDA what was fastest when measured (docs/results): Triton, but where
+    (``"loop"`` for float64), and on CUDA what was fastest when measured (docs/LOG.md): Triton, but where
     groups have fewer than 2,048 rows on average and quack is installed, its forward and weights' gradients.
 
     Raises
@@ -67,7 +67,7 @@ def choose_products(who: str, kernels: str, n_rows: int, gate_up: Tensor) -> Pro
             got = f"{dtype}" if has_quack else "no package quack; pip install 'moekit[quack]'"
             raise ValueError(f"{who} needs quack-kernels and bfloat16 for kernels='quack', got {got}")
         return Products("quack", "quack", "quack", "triton")
-    # Where groups are short, writing the weights' gradients takes longer than the products: quack hides it.
+    # Where groups are short, much of the time goes into writing results, which quack hides behind products.
     has_quack = has_quack and gate_up.is_cuda and torch.cuda.get_device_capability(gate_up.device) >= (9, 0)
     best = "quack" if has_quack and n_rows < 2048 * len(gate_up) else "triton"
     return Products(best, "triton", best, "triton")

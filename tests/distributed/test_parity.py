@@ -92,6 +92,22 @@ def test_every_gradient_of_these_models_says_what_is_still_to_be_summed():
     ranks(4)(check)
 
 
+def test_sums_that_the_loss_adds_to_itself_lie_on_a_mesh_as_the_others_do():
+    def check():
+        mesh = mk.make_mesh(edp=2, ep=2, device="cpu")
+        loss, params = loss_of(next(iter(MODELS)))
+        params = mk.mesh.distribute(params, mesh)
+        batch = mk.batch.split_batch(BATCH, 4)[dist.get_rank()]
+        grad_fn = mk.value_and_grad(lambda *args, **into: loss(*args, mesh=mesh, **into), has_aux=True)
+        want = mk.accumulate(grad_fn, 1)(params, batch)[1]
+        got = mk.accumulate(grad_fn, 1, straight=mk.model.is_expert)(params, batch)[1]
+        for key, g in want.items(True, True):
+            assert got[key].placements == g.placements
+            torch.testing.assert_close(got[key].to_local(), g.to_local(), rtol=1e-12, atol=1e-12)
+
+    ranks(4)(check)
+
+
 @pytest.mark.parametrize("i", range(len(MODELS)), ids=list(MODELS))
 def test_models_are_the_same_on_selected_layouts(i):
     name = list(MODELS)[i]
