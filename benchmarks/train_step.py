@@ -10,7 +10,8 @@ Three questions, each with the dense ceiling measured in the same rotation:
 
 All candidates train the same tensors: the parameters, and in the whole step the masters, moments and sums.
 Routing is random. FLOPs are the model's (:func:`moekit.plan.flops_per_token`), nothing recomputed counted.
-The baseline is benchmarks/stock.py; peers' MoE layers stand in it in place of its own.
+The baseline is benchmarks/stock.py, compiled with its logits made again in the backward or kept, and eager;
+eager it is left out of the whole step.
 """
 
 import functools
