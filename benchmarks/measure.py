@@ -59,6 +59,7 @@ class Result:
     tokens_per_second: float | None = None
     of_dense: float | None = None  # flops_per_second as a share of the dense ceiling's
     of_copy: float | None = None  # bytes_per_second as a share of the copy ceiling's
+    idle: float | None = None  # share of the time in which no kernel runs; see idle_share
 
 
 # --- Measuring ------------------------------------------------------------------------
@@ -208,7 +209,38 @@ def graphed(run: Callable[[], object], *, calls: int) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             run()
-    return graph.replay
+
+    def replay() -> None:
+        assert run is not None  # what it closes over is read by the graph, so it lives as long
+        graph.replay()
+
+    return replay
+
+
+def idle_share(run: Callable[[], object]) -> float:
+    """Return the share of a run's time on the device in which no kernel and no copy is at work there.
+
+    From a trace of two runs after one that is not traced. Tracing slows the host down, so this is an upper
+    bound.
+    """
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA],
+        schedule=torch.profiler.schedule(wait=0, warmup=1, active=2),
+        acc_events=True,
+    ) as trace:
+        for _ in range(3):
+            run()
+            torch.cuda.synchronize()
+            trace.step()
+    on_device = torch.autograd.DeviceType.CUDA
+    spans = sorted(
+        (e.time_range.start, e.time_range.end) for e in trace.events() or () if e.device_type == on_device
+    )
+    first, end, idle = spans[0][0], spans[0][0], 0.0
+    for start, stop in spans:
+        idle += max(start - end, 0)
+        end = max(end, stop)
+    return idle / (end - first)
 
 
 def free(device: str) -> None:
@@ -270,6 +302,7 @@ def table(results: Sequence[Result]) -> str:
         ("GB/s", lambda r: r.bytes_per_second and r.bytes_per_second / 1e9, ".0f"),
         ("of copy", lambda r: r.of_copy, ".3f"),
         ("tokens/s", lambda r: r.tokens_per_second, ",.0f"),
+        ("idle %", lambda r: r.idle and 100 * r.idle, ".2f"),
         ("peak GiB", lambda r: r.peak_bytes and r.peak_bytes / 2**30, ".2f"),
         ("timed", lambda r: r.n_timed, "d"),
     ]

@@ -2,10 +2,11 @@
 
 Written as someone would who knows PyTorch and wants speed without kernels of their own: fused projections,
 cuDNN attention, ``grouped_mm`` over rows sorted by expert, a chunked loss. It reads the parameters of
-:func:`moekit.init_params` (no gains on norms, which are one), so both train the same tensors.
+:func:`moekit.init_params` (no gains on norms, which are one), so both train the same tensors. The routed
+experts of a layer can be another's: a peer's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -70,16 +71,20 @@ def experts(x: Tensor, noise: Tensor, router: Tensor, gate_up: Tensor, down: Ten
 
 
 def block(
-    x: Tensor, noise: Tensor | None, p: dict, config: mk.ModelConfig, table: tuple[Tensor, Tensor]
+    x: Tensor,
+    noise: Tensor | None,
+    p: dict,
+    config: mk.ModelConfig,
+    table: tuple[Tensor, Tensor],
+    peer: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """One layer, post-norm; with ``noise`` one of experts."""
+    """One layer, post-norm; with ``noise`` one of experts, which ``peer`` may stand for."""
     x = x + rms(attention(x, p, config, table))
     if noise is None:
         return x + rms(ffn(x, p["ffn.gate_up"], p["ffn.down"]))
     flat = x.reshape(-1, x.shape[-1])
-    routed = experts(
-        flat, noise, p["moe.router"], p["moe.experts.gate_up"], p["moe.experts.down"], config.top_k
-    )
+    weights = (p["moe.router"], p["moe.experts.gate_up"], p["moe.experts.down"])
+    routed = experts(flat, noise, *weights, config.top_k) if peer is None else peer(flat)
     shared = ffn(flat, p["moe.shared.gate_up"], p["moe.shared.down"])
     return x + rms((routed + shared).view(x.shape))
 
@@ -89,8 +94,18 @@ def chunk_loss(x: Tensor, head: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy((x @ head).float(), targets, reduction="sum")
 
 
-def make_loss(config: mk.ModelConfig, *, compiled: bool, recompute_head: bool) -> Callable:
-    """Return ``loss(params, batch) -> 0-d``: the mean cross-entropy over whole rows, randomly routed."""
+def make_loss(
+    config: mk.ModelConfig,
+    *,
+    compiled: bool,
+    recompute_head: bool,
+    experts_of: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
+) -> Callable:
+    """Return ``loss(params, batch) -> 0-d``: the mean cross-entropy over whole rows, randomly routed.
+
+    ``experts_of`` are functions of tokens (t, d) that stand for the routed experts of layers, routing as they
+    do.
+    """
     run_block = torch.compile(block) if compiled else block
     run_chunk = torch.compile(chunk_loss) if compiled else chunk_loss
 
@@ -103,7 +118,8 @@ def make_loss(config: mk.ModelConfig, *, compiled: bool, recompute_head: bool) -
             layer = params["layers"][str(i)]
             p = {".".join(k) if isinstance(k, tuple) else k: v for k, v in layer.items(True, True)}
             noise = torch.rand(b * s, config.n_experts, device=x.device) if config.is_moe(i) else None
-            x = run_block(x, noise, p, config, table)
+            peer = None if experts_of is None else experts_of.get(i)
+            x = run_block(x, noise, p, config, table, peer)
         x, targets = rms(x).flatten(0, 1), batch.targets.flatten()
         total = x.new_zeros((), dtype=torch.float32)
         for part, wanted in zip(x.split(CHUNK), targets.split(CHUNK), strict=True):

@@ -11,18 +11,33 @@ Three questions, each with the dense ceiling measured in the same rotation:
 All candidates train the same tensors: the parameters, and in the whole step the masters, moments and sums.
 Routing is random. FLOPs are the model's (:func:`moekit.plan.flops_per_token`), nothing recomputed counted.
 The baseline is benchmarks/stock.py, compiled with its logits made again in the backward or kept, and eager;
-eager it is left out of the whole step.
+eager it is left out of the whole step. In forward and backward the same model also runs with the MoE layers
+of torchtitan and transformers for its routed experts, on copies of their parameters and with their own
+router, which is all but even on a model that has not been trained; the rest is the baseline's, compiled.
 """
 
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import peers
 import torch
 import tyro
-from measure import Candidate, Result, describe, environment, measure, plot, say, table, write_json
+from measure import (
+    Candidate,
+    Result,
+    describe,
+    environment,
+    idle_share,
+    measure,
+    plot,
+    say,
+    table,
+    write_json,
+)
 from stock import make_loss
 from tensordict import TensorDict
 
@@ -38,7 +53,14 @@ class Config:
     """What is measured."""
 
     parts: tuple[str, ...] = ("forward_backward", "experts", "whole_step")
-    candidates: tuple[str, ...] = ("moekit", "stock compiled", "stock compiled, head kept", "stock eager")
+    candidates: tuple[str, ...] = (
+        "moekit",
+        "stock compiled",
+        "stock compiled, head kept",
+        "stock eager",
+        "torchtitan",
+        "qwen3",
+    )  # the last are layers of benchmarks/peers.py
     n_experts: int = 8
     more_experts: int = 48
     batch_size: int = 2  # sequences of a micro-batch
@@ -72,20 +94,28 @@ def make_batch(model: mk.ModelConfig, n_sequences: int) -> mk.batch.Batch:
 
 # --- The candidates' gradients --------------------------------------------------------
 
+STOCK: dict[str, dict[str, Any]] = {
+    "stock compiled": dict(compiled=True, recompute_head=True),
+    "stock compiled, head kept": dict(compiled=True, recompute_head=False),
+    "stock eager": dict(compiled=False, recompute_head=True),
+}
 
-def losses(model: mk.ModelConfig) -> dict[str, Callable]:
-    """Return ``loss(params, batch)`` of each candidate."""
-    ours = functools.partial(
-        mk.next_token_loss, config=model, assignment="random", key=key, attend_across_documents=True
-    )
-    stock = functools.partial(make_loss, model)
-    known = {
-        "moekit": lambda params, batch, **options: ours(params, batch, **options)[0],
-        "stock compiled": stock(compiled=True, recompute_head=True),
-        "stock compiled, head kept": stock(compiled=True, recompute_head=False),
-        "stock eager": stock(compiled=False, recompute_head=True),
-    }
-    return {name: known[name] for name in cfg.candidates}
+
+def our_loss(model: mk.ModelConfig) -> Callable:
+    """Return ``loss(params, batch)`` of moekit."""
+    options: dict[str, Any] = dict(assignment="random", key=key, attend_across_documents=True)
+    return lambda params, batch, **into: mk.next_token_loss(params, batch, config=model, **options, **into)[0]
+
+
+def peers_loss(name: str, model: mk.ModelConfig, params: TensorDict) -> tuple[Callable, list[torch.Tensor]]:
+    """Return the baseline's loss with a peer's layers for the routed experts, and their own parameters."""
+    layers, leaves = {}, []
+    for i in filter(model.is_moe, range(model.n_layers)):
+        moe = params["layers", str(i), "moe"]
+        weights = dict(router=moe["router"].to(dtype), **moe["experts"])
+        layers[i], parameters = peers.LAYERS[name](weights, model.top_k)
+        leaves += parameters
+    return make_loss(model, **STOCK["stock compiled"], experts_of=layers), leaves
 
 
 def our_gradients(loss: Callable, params: TensorDict, batch: mk.batch.Batch) -> Callable[[], object]:
@@ -99,10 +129,12 @@ def differentiable(params: TensorDict) -> TensorDict:
     return map_named(lambda _, p: p.detach().requires_grad_(), params)
 
 
-def stock_gradients(loss: Callable, params: TensorDict, batch: mk.batch.Batch) -> Callable[[], object]:
-    """Return the same in plain PyTorch."""
+def stock_gradients(
+    loss: Callable, params: TensorDict, batch: mk.batch.Batch, *, more: Sequence[torch.Tensor] = ()
+) -> Callable[[], object]:
+    """Return the same in plain PyTorch; ``more`` are parameters beside the model's."""
     tree = differentiable(params)
-    leaves = list(named(tree).values())
+    leaves = [*named(tree).values(), *more]
 
     def run() -> None:
         loss(tree, batch).backward()
@@ -162,30 +194,23 @@ def our_step(loss: Callable, params: TensorDict, batch, optimizer, state, sums) 
 # --- The three parts ------------------------------------------------------------------
 
 
-def warm(runs: dict[str, Callable], errors: dict[str, str]) -> None:
-    """Run each once, so that what compiles has compiled."""
-    for name, run in list(runs.items()):
-        try:
-            run()
-            say(f"{name} has run")
-        except Exception as e:
-            errors[name] = describe(e)
-            del runs[name]
-
-
-def compare(n_experts: int, candidates: tuple[str, ...]) -> list[Result]:
+def compare(n_experts: int, candidates: Sequence[str]) -> list[Result]:
     """Time forward and backward."""
     model = make_model(n_experts)
     params, batch = mk.init_params(model, dtype=dtype, device=device), make_batch(model, cfg.batch_size)
-    runs = {
-        name: (our_gradients if name == "moekit" else stock_gradients)(loss, params, batch)
-        for name, loss in losses(model).items()
-        if name in candidates
-    }
-    return timed(runs, model, cfg.batch_size, rounds=cfg.rounds)
+
+    def build(name: str) -> Callable[[], object]:
+        if name == "moekit":
+            return our_gradients(our_loss(model), params, batch)
+        if name in STOCK:
+            return stock_gradients(make_loss(model, **STOCK[name]), params, batch)
+        loss, leaves = peers_loss(name, model, params)
+        return stock_gradients(loss, params, batch, more=leaves)
+
+    return timed(build, candidates, model, cfg.batch_size, rounds=cfg.rounds)
 
 
-def whole_step() -> list[Result]:
+def whole_step(candidates: Sequence[str]) -> list[Result]:
     """Time accumulation, norm and update."""
     model = make_model(cfg.n_experts)
     n_sequences = cfg.batch_size * cfg.n_microbatches
@@ -193,32 +218,60 @@ def whole_step() -> list[Result]:
     optimizer = mk.shard_optimizer(mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(1e-5, weight_decay=0.1)))
     state = optimizer.init(params)
     sums = map_named(lambda _, p: torch.zeros_like(p, dtype=torch.float32), params)
-    runs = {}
-    for name, loss in losses(model).items():
+
+    def build(name: str) -> Callable[[], object]:
         if name == "moekit":
-            runs[name] = our_step(loss, params, batch, optimizer, state, sums)
-        elif name != "stock eager":
-            inner = state["inner", "1"]
-            runs[name] = stock_step(loss, params, batch, state["master"], inner, sums)
-    return timed(runs, model, n_sequences, rounds=max(cfg.rounds // 2, 1))
+            return our_step(our_loss(model), params, batch, optimizer, state, sums)
+        loss = make_loss(model, **STOCK[name])
+        return stock_step(loss, params, batch, state["master"], state["inner", "1"], sums)
+
+    return timed(build, candidates, model, n_sequences, rounds=max(cfg.rounds // 2, 1))
 
 
-def timed(runs: dict[str, Callable], model: mk.ModelConfig, n_sequences: int, *, rounds: int) -> list[Result]:
-    """Time candidates that take the same step."""
+def timed(
+    build: Callable[[str], Callable],
+    names: Sequence[str],
+    model: mk.ModelConfig,
+    n_sequences: int,
+    rounds: int,
+) -> list[Result]:
+    """Build candidates that take the same step, run each once, so that it is compiled, and time them."""
+    runs: dict[str, Callable] = {}
     errors: dict[str, str] = {}
-    warm(runs, errors)
+    for name in names:
+        try:
+            run = build(name)
+            run()
+            runs[name] = run
+            say(f"{name} has run")
+        except Exception as e:
+            errors[name] = describe(e)
+        run = None
     n_tokens = n_sequences * cfg.seq_len
     flops = n_tokens * plan.flops_per_token(model, cfg.seq_len)
     given = {name: Candidate(run=run, flops=flops, tokens=n_tokens) for name, run in runs.items()}
-    return measure(given, device=device, errors=errors, rounds=rounds, slot=cfg.slot)
+    results = measure(given, device=device, errors=errors, rounds=rounds, slot=cfg.slot)
+    for result in results:
+        if device == "cuda" and result.name in runs and result.error is None:
+            result.idle = idle_share(runs[result.name])
+    return results
 
 
+chosen = cfg.candidates
 parts = {
-    "forward_backward": lambda: compare(cfg.n_experts, cfg.candidates),
-    "experts": lambda: compare(cfg.more_experts, ("moekit", "stock compiled")),
-    "whole_step": whole_step,
+    "forward_backward": lambda: compare(cfg.n_experts, chosen),
+    "experts": lambda: compare(
+        cfg.more_experts, [name for name in chosen if name in ("moekit", "stock compiled")]
+    ),
+    "whole_step": lambda: whole_step(
+        [name for name in chosen if name in ("moekit", *STOCK) and name != "stock eager"]
+    ),
 }
-record = dict(environment=environment(device), config=replace(cfg, json=None, plot=None).__dict__, parts={})
+record = dict(
+    environment=environment(device, (*peers.PACKAGES, "flash-attn-4")),
+    config=replace(cfg, json=None, plot=None).__dict__,
+    parts={},
+)
 for name in cfg.parts:
     results = parts[name]()
     record["parts"][name] = results

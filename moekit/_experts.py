@@ -75,6 +75,7 @@ def expert_forward(
     if products.forward == "loop":
         hidden = swiglu(grouped_mm(rows, gate_up, offsets, kernels="loop"))
         return grouped_mm(hidden, down, offsets, kernels="loop")
+    offsets = offsets.contiguous()  # CUDA's grouped_mm reads past strides
     hidden = swiglu(F.grouped_mm(rows, gate_up, offs=offsets))
     return _ContiguousGrad.apply(F.grouped_mm(hidden, down, offs=offsets))
 

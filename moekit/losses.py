@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moekit.kernels import use_triton
-from moekit.kernels.add_product import add_product_
+from moekit.kernels.add import add_product_
 from moekit.kernels.cross_entropy import cross_entropy_
 from moekit.kernels.scale import scaled
 from moekit.tree import check_values

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from moekit.batch import split_batch
+from moekit.kernels.add import add_
 from moekit.mesh import gradient_placements, sum_over_ranks
 from moekit.tree import add_up, at_least_float32, held, in_turn, map_named, named, nested, on_mesh
 
@@ -345,10 +346,10 @@ class GradientSums:
 
     def _add(self, name: str, new: Tensor) -> None:
         if name in self._sums:
-            held(self._sums[name]).add_(held(new))
+            add_(held(self._sums[name]), held(new), first=False)
         elif name in self._buffers:
             self._sums[name] = self._checked_buffer(name, new)
-            held(self._sums[name]).copy_(held(new))
+            add_(held(self._sums[name]), held(new), first=True)
         else:
             self._sums[name] = at_least_float32(new)
 

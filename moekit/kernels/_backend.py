@@ -1,6 +1,7 @@
 """Which implementation runs, and Triton where it is installed."""
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -57,6 +58,20 @@ def operator(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Call
         return torch.library.custom_op(name, run, mutates_args=mutates_args)
 
     return wrap
+
+
+@functools.cache
+def finds(module: str) -> bool:
+    """Say whether an optional package is installed, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package it would be part of
+        return False
+
+
+def is_hopper(x: Tensor) -> bool:
+    """Say whether a tensor is on a CUDA device of compute capability 9 or later."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 @functools.cache

@@ -1,14 +1,16 @@
 """Causal attention inside documents, which keeps what its projection gave, its output and a sum a row.
 
-Whole rows go to cuDNN's kernels, which on an H200 are the fastest, or to torch's flash attention where those
-do not fit; their sums have no fixed order. Packed documents go to :mod:`moekit.kernels.document_attention`:
-what a row holds is known on the device alone, and varlen kernels launch a grid for as many documents as there
-may be.
+Whole rows go to the kernels of flash-attn-4 where that is installed, else to cuDNN's, or to torch's flash
+attention where those do not fit; their sums have no fixed order. Packed documents go to
+:mod:`moekit.kernels.document_attention`: what a row holds is known on the device alone, and varlen kernels
+launch a grid for as many documents as there may be.
 
 Axes: b sequences, s positions, n query heads, m key and value heads that n / m of them share, h d_head.
 """
 
+import importlib
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.utils._pytree import register_dataclass
 
-from moekit.kernels._backend import INTERPRETED, operator, use_triton
+from moekit.kernels._backend import INTERPRETED, finds, is_hopper, operator, use_triton
 from moekit.kernels.document_attention import attend_within, attend_within_backward
 from moekit.kernels.qk_norm_rope import Gain, Rope, qk_norm_rope_backward, qk_norm_rope_forward
 
@@ -145,16 +147,39 @@ class _AttentionOfQKV(torch.autograd.Function):
 # --- Operators ------------------------------------------------------------------------
 
 
+def choose_attention_kernel(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None
+) -> Literal["triton", "flash-attn-4", "cudnn", "flash"]:
+    """Return whose kernels attend, given heads (b, n, s, h) and, for documents, where they start.
+
+    On an H200, 2 x 8,192 positions, 32 heads of 128 and 8 of keys, flash-attn-4 needs 0.91 of cuDNN's time
+    (docs/LOG.md).
+    """
+    if starts is not None or not q.is_cuda:
+        return "triton"
+    if q.shape[-1] == 128 and is_hopper(q) and finds("flash_attn.cute"):
+        return "flash-attn-4"
+    fits = can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1]))
+    return "cudnn" if fits else "flash"
+
+
 @operator("moekit::causal_attention")
 def _forward_op(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+    out, lse = _out_like(q, k, v, starts)
     if not q.numel():
-        return _out_like(q, k, v, starts)
-    if q.is_cuda and starts is None:
-        if _fits_cudnn(q, k, v):
+        return out, lse
+    match choose_attention_kernel(q, k, v, starts):
+        case "triton":
+            return attend_within(q, k, v, starts, out, lse)
+        case "flash-attn-4":
+            heads, result = (x.transpose(1, 2) for x in (q, k, v)), out.transpose(1, 2)
+            _flash_attn_4()._flash_attn_fwd(*heads, causal=True, out=result, lse=lse[..., 0])
+        case "cudnn":
             return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[:2]
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:2]
-        return out, lse[..., None]
-    return attend_within(q, k, v, starts, *_out_like(q, k, v, starts))
+        case "flash":
+            out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[:2]
+            lse = lse[..., None]
+    return out, lse
 
 
 @_forward_op.register_fake
@@ -173,22 +198,29 @@ def _backward_op(
     starts: Tensor | None,
     ends: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    grads = _gradients_like(grad, q, k, v, out, lse, starts, ends)
     if not q.numel():
-        return _gradients_like(grad, q, k, v, out, lse, starts, ends)
-    if q.is_cuda and starts is None:
-        s = q.shape[2]
-        unused = torch.empty(
-            2, dtype=torch.int64, device=q.device
-        )  # the state of dropout, of which there is none
-        if _fits_cudnn(q, k, v):
+        return grads
+    s = q.shape[2]
+    unused = torch.empty(
+        2, dtype=torch.int64, device=q.device
+    )  # the state of dropout, of which there is none
+    match choose_attention_kernel(q, k, v, starts):
+        case "triton":
+            return attend_within_backward(grad, q, k, v, out, lse, starts, ends, *grads)
+        case "flash-attn-4":
+            given = (x.transpose(1, 2) for x in (q, k, v, out, grad))
+            dq, dk, dv = (x.transpose(1, 2) for x in grads)
+            _flash_attn_4()._flash_attn_bwd(*given, lse[..., 0], causal=True, dq=dq, dk=dk, dv=dv)
+            return grads
+        case "cudnn":
             return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                 *(grad, q, k, v, out, lse, unused[0], unused[1], None, None, None, s, s, 0.0, True)
             )
-        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(grad, q, k, v, out, lse[..., 0], None, None, s, s, 0.0, True, unused, unused)
-        )
-    grads = _gradients_like(grad, q, k, v, out, lse, starts, ends)
-    return attend_within_backward(grad, q, k, v, out, lse, starts, ends, *grads)
+        case "flash":
+            return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                *(grad, q, k, v, out, lse[..., 0], None, None, s, s, 0.0, True, unused, unused)
+            )
 
 
 @_backward_op.register_fake
@@ -196,5 +228,6 @@ def _gradients_like(grad, q, k, v, out, lse, starts, ends):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _fits_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, True, q.shape[1] != k.shape[1]))
+def _flash_attn_4() -> Any:
+    # Not its autograd function: queries and keys are made again before the backward.
+    return importlib.import_module("flash_attn.cute.interface")

@@ -1,13 +1,11 @@
 """Which implementation each of an expert layer's operations uses."""
 
-import functools
-import importlib.util
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moekit.kernels._backend import use_triton
+from moekit.kernels._backend import finds, is_hopper, use_triton
 
 
 class Products(NamedTuple):
@@ -61,18 +59,13 @@ def choose_products(who: str, kernels: str, n_rows: int, gate_up: Tensor) -> Pro
         return Products("triton", "triton", "triton", "triton")
     if kernels == "auto" and dtype != torch.bfloat16:
         return Products("torch", "torch", "torch", "triton")
-    has_quack = _finds_quack()
+    has_quack = finds("quack")
     if kernels == "quack":
         if not has_quack or dtype != torch.bfloat16:
             got = f"{dtype}" if has_quack else "no package quack; pip install 'moekit[quack]'"
             raise ValueError(f"{who} needs quack-kernels and bfloat16 for kernels='quack', got {got}")
         return Products("quack", "quack", "quack", "triton")
     # Where groups are short, much of the time goes into writing results, which quack hides behind products.
-    has_quack = has_quack and gate_up.is_cuda and torch.cuda.get_device_capability(gate_up.device) >= (9, 0)
-    best = "quack" if has_quack and n_rows < 2048 * len(gate_up) else "triton"
+    short = n_rows < 2048 * len(gate_up)
+    best = "quack" if has_quack and is_hopper(gate_up) and short else "triton"
     return Products(best, "triton", best, "triton")
-
-
-@functools.cache
-def _finds_quack() -> bool:
-    return importlib.util.find_spec("quack") is not None

@@ -16,7 +16,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moekit.kernels._backend import TensorDescriptor, jit, loop_bound, n_processors, operator, tl, use_triton
+from moekit.kernels._backend import (
+    TensorDescriptor,
+    is_hopper,
+    jit,
+    loop_bound,
+    n_processors,
+    operator,
+    tl,
+    use_triton,
+)
 
 
 def grouped_mm(
@@ -43,7 +52,7 @@ def grouped_mm(
         return torch.ops.moekit.grouped_mm(rows, weights, offsets)
     if kernels == "quack":
         return torch.ops.moekit.quack_mm(rows, weights, offsets)
-    return F.grouped_mm(rows, weights, offs=offsets)
+    return F.grouped_mm(rows, weights, offs=offsets.contiguous())  # it does not look at strides
 
 
 def grouped_weight_grad(
@@ -76,7 +85,7 @@ def grouped_weight_grad(
         pairs = zip(_groups(rows, offsets), _groups(grad, offsets), strict=True)
         product = torch.stack([x.T @ y for x, y in pairs])
     else:
-        product = F.grouped_mm(rows.T, grad, offs=offsets)
+        product = F.grouped_mm(rows.T, grad, offs=offsets.contiguous())
     if into is None:
         return product
     into.add_(product)
@@ -158,8 +167,7 @@ def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor
     size = rows.element_size()
     # The memory system adds whole tiles of float32, where a tile is of one matrix.
     quarters = None
-    hopper = rows.is_cuda and torch.cuda.get_device_capability(rows.device) >= (9, 0)
-    if hopper and add and out.dtype == torch.float32 and k % BLOCK_M == 0 and n % 4 == 0:
+    if is_hopper(rows) and add and out.dtype == torch.float32 and k % BLOCK_M == 0 and n % 4 == 0:
         quarters = TensorDescriptor.from_tensor(out.view(e * k, n), [BLOCK_M, 128 // size])
     _multiply_transposed[(n_processors(rows.device),)](
         *(rows, grad, out, quarters, offsets),

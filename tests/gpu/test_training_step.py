@@ -46,14 +46,14 @@ def make_batch(seed):
 class Step:
     """Two micro-batches, the norm and an update, from fixed tensors: a batch and a key."""
 
-    def __init__(self, block=mk.model.transformer_block):
-        self.params = mk.init_params(CONFIG, dtype=torch.bfloat16, device="cuda")
+    def __init__(self, block=mk.model.transformer_block, *, config=CONFIG, **options):
+        self.params = mk.init_params(config, dtype=torch.bfloat16, device="cuda")
         schedule = mk.optim.warmup_cosine(1e-3, warmup_steps=2, total_steps=10)
         self.optimizer = mk.shard_optimizer(mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(schedule)))
         self.state = self.optimizer.init(self.params)
         self.batch, self.key = make_batch(0), mk.random.make_key(0, "cuda")
         loss_fn = functools.partial(
-            mk.next_token_loss, config=CONFIG, assignment="random", key=self.key, block=block
+            mk.next_token_loss, config=config, assignment="random", key=self.key, block=block, **options
         )
         self.grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), 2, straight=mk.model.is_expert)
         self.sums: TensorDict | None = None
@@ -71,11 +71,20 @@ class Step:
         self.key.copy_(mk.random.make_key(seed, "cuda"))
 
 
+WIDE_HEADS = replace(CONFIG, n_heads=2, n_kv_heads=1, d_head=128)  # as attention's fastest kernels want them
+EACH_ATTENTION = pytest.mark.parametrize(
+    "options", [{}, {"config": WIDE_HEADS, "attend_across_documents": True}], ids=["documents", "whole rows"]
+)
+
+
+@EACH_ATTENTION
 @pytest.mark.parametrize("compiled", [False, True])
-def test_nothing_is_compiled_after_the_second_step_and_nothing_waits_for_the_device(compiled, monkeypatch):
+def test_nothing_is_compiled_after_the_second_step_and_nothing_waits_for_the_device(
+    compiled, options, monkeypatch
+):
     torch._dynamo.reset()
     block = mk.model.transformer_block
-    step = Step(torch.compile(block) if compiled else block)
+    step = Step(torch.compile(block) if compiled else block, **options)
     for seed in range(2):
         step.feed(seed)
         step()
@@ -100,15 +109,16 @@ def test_nothing_is_compiled_after_the_second_step_and_nothing_waits_for_the_dev
     assert step.loss.isfinite()
 
 
-def test_a_captured_step_makes_the_losses_of_steps_that_are_launched():
-    launched = Step()
+@EACH_ATTENTION
+def test_a_captured_step_makes_the_losses_of_steps_that_are_launched(options):
+    launched = Step(**options)
     want = []
     for seed in range(5):
         launched.feed(seed)
         launched()
         want.append(launched.loss.item())
 
-    captured, stream = Step(), torch.cuda.Stream()
+    captured, stream = Step(**options), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # what compiles and allocates once must have done so
         for seed in range(2):
