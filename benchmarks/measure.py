@@ -220,18 +220,15 @@ def graphed(run: Callable[[], object], *, calls: int) -> Callable[[], None]:
 def idle_share(run: Callable[[], object]) -> float:
     """Return the share of a run's time on the device in which no kernel and no copy is at work there.
 
-    From a trace of two runs after one that is not traced. Tracing slows the host down, so this is an upper
+    From a trace of two runs; the host does not wait between them. Tracing slows it down, so this is an upper
     bound.
     """
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CUDA],
-        schedule=torch.profiler.schedule(wait=0, warmup=1, active=2),
-        acc_events=True,
-    ) as trace:
-        for _ in range(3):
-            run()
-            torch.cuda.synchronize()
-            trace.step()
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        run()
+        run()
+        torch.cuda.synchronize()
     on_device = torch.autograd.DeviceType.CUDA
     spans = sorted(
         (e.time_range.start, e.time_range.end) for e in trace.events() or () if e.device_type == on_device

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from tensordict import TensorDict
@@ -120,10 +121,21 @@ def init_params(
         if len(shape) == 1:  # every vector is the gain of an RMSNorm
             values.fill_(1.0)
         elif has_values(values):
-            for row in range(local[0]):
-                values[row] = draw_slab(seed, name, offset[0] + row, local[1:]).mul_(config.init_std)
+            _fill(values, seed, name, offset[0], config.init_std)
         params[name] = from_shard(name, values, shape, on)
     return nested(params)
+
+
+def _fill(values: Tensor, seed: int, name: str, first: int, std: float) -> None:
+    """Draw each row of a tensor, whose first is ``first`` of the whole one; threads share large rows."""
+
+    def fill(rows: range) -> None:
+        for row in rows:
+            values[row] = draw_slab(seed, name, first + row, values.shape[1:]).mul_(std)
+
+    n = torch.get_num_threads() if values.shape[1:].numel() >= 2**18 else 1  # short ones wait for Python
+    with ThreadPoolExecutor(n) as pool:
+        list(pool.map(fill, [range(i, len(values), n) for i in range(n)]))
 
 
 def draw_slab(seed: int, name: str, index: int, shape: tuple[int, ...]) -> Tensor:
