@@ -5,7 +5,7 @@ r"""A training step of bench-8L on one GPU: how fast, and with what memory, besi
 Three questions, each with the dense ceiling measured in the same rotation:
 
 - forward and backward of two sequences with E = 8 (tokens/s, peak memory);
-- the same with E = 48, to see what six times the experts cost;
+- the same with E = 8 and E = 48 in turn, to see what six times the experts cost;
 - the whole step: micro-batches accumulated in float32, the gradient's norm, AdamW over float32 masters.
 
 All candidates train the same tensors: the parameters, and in the whole step the masters, moments and sums.
@@ -77,6 +77,7 @@ cfg = tyro.cli(Config, description=__doc__)
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = torch.float32 if cfg.toy else torch.bfloat16
 key = mk.random.make_key(0, device)
+chosen = cfg.candidates
 
 
 def make_model(n_experts: int) -> mk.ModelConfig:
@@ -194,23 +195,41 @@ def our_step(loss: Callable, params: TensorDict, batch, optimizer, state, sums) 
 # --- The three parts ------------------------------------------------------------------
 
 
-def compare(n_experts: int, candidates: Sequence[str]) -> list[Result]:
-    """Time forward and backward."""
-    model = make_model(n_experts)
+def compare() -> list[Result]:
+    """Time forward and backward of all candidates."""
+    model = make_model(cfg.n_experts)
     params, batch = mk.init_params(model, dtype=dtype, device=device), make_batch(model, cfg.batch_size)
-
-    def build(name: str) -> Callable[[], object]:
-        if name == "moekit":
-            return our_gradients(our_loss(model), params, batch)
-        if name in STOCK:
-            return stock_gradients(make_loss(model, **STOCK[name]), params, batch)
-        loss, leaves = peers_loss(name, model, params)
-        return stock_gradients(loss, params, batch, more=leaves)
-
-    return timed(build, candidates, model, cfg.batch_size, rounds=cfg.rounds)
+    builders = {name: functools.partial(forward_backward, name, model, params, batch) for name in chosen}
+    return timed(builders, model, cfg.batch_size, rounds=cfg.rounds)
 
 
-def whole_step(candidates: Sequence[str]) -> list[Result]:
+def compare_experts() -> list[Result]:
+    """Time forward and backward with few and with many experts."""
+    builders = {}
+    for n_experts in (cfg.n_experts, cfg.more_experts):
+        model = make_model(n_experts)
+        params, batch = mk.init_params(model, dtype=dtype, device=device), make_batch(model, cfg.batch_size)
+        for name in ("moekit", "stock compiled"):
+            if name in chosen:
+                builders[f"{name}, E = {n_experts}"] = functools.partial(
+                    forward_backward, name, model, params, batch
+                )
+    return timed(builders, make_model(cfg.n_experts), cfg.batch_size, rounds=cfg.rounds)
+
+
+def forward_backward(
+    name: str, model: mk.ModelConfig, params: TensorDict, batch: mk.batch.Batch
+) -> Callable[[], object]:
+    """Build a candidate that makes gradients and drops them."""
+    if name == "moekit":
+        return our_gradients(our_loss(model), params, batch)
+    if name in STOCK:
+        return stock_gradients(make_loss(model, **STOCK[name]), params, batch)
+    loss, leaves = peers_loss(name, model, params)
+    return stock_gradients(loss, params, batch, more=leaves)
+
+
+def whole_step() -> list[Result]:
     """Time accumulation, norm and update."""
     model = make_model(cfg.n_experts)
     n_sequences = cfg.batch_size * cfg.n_microbatches
@@ -225,22 +244,20 @@ def whole_step(candidates: Sequence[str]) -> list[Result]:
         loss = make_loss(model, **STOCK[name])
         return stock_step(loss, params, batch, state["master"], state["inner", "1"], sums)
 
-    return timed(build, candidates, model, n_sequences, rounds=max(cfg.rounds // 2, 1))
+    names = [name for name in chosen if name in ("moekit", *STOCK) and name != "stock eager"]
+    builders = {name: functools.partial(build, name) for name in names}
+    return timed(builders, model, n_sequences, rounds=max(cfg.rounds // 2, 1))
 
 
 def timed(
-    build: Callable[[str], Callable],
-    names: Sequence[str],
-    model: mk.ModelConfig,
-    n_sequences: int,
-    rounds: int,
+    builders: dict[str, Callable], model: mk.ModelConfig, n_sequences: int, *, rounds: int
 ) -> list[Result]:
     """Build candidates that take the same step, run each once, so that it is compiled, and time them."""
     runs: dict[str, Callable] = {}
     errors: dict[str, str] = {}
-    for name in names:
+    for name, build in builders.items():
         try:
-            run = build(name)
+            run = build()
             run()
             runs[name] = run
             say(f"{name} has run")
@@ -252,21 +269,12 @@ def timed(
     given = {name: Candidate(run=run, flops=flops, tokens=n_tokens) for name, run in runs.items()}
     results = measure(given, device=device, errors=errors, rounds=rounds, slot=cfg.slot)
     for result in results:
-        if device == "cuda" and result.name in runs and result.error is None:
+        if device == "cuda" and result.name.startswith("moekit") and result.error is None:
             result.idle = idle_share(runs[result.name])
     return results
 
 
-chosen = cfg.candidates
-parts = {
-    "forward_backward": lambda: compare(cfg.n_experts, chosen),
-    "experts": lambda: compare(
-        cfg.more_experts, [name for name in chosen if name in ("moekit", "stock compiled")]
-    ),
-    "whole_step": lambda: whole_step(
-        [name for name in chosen if name in ("moekit", *STOCK) and name != "stock eager"]
-    ),
-}
+parts = {"forward_backward": compare, "experts": compare_experts, "whole_step": whole_step}
 record = dict(
     environment=environment(device, (*peers.PACKAGES, "flash-attn-4")),
     config=replace(cfg, json=None, plot=None).__dict__,
