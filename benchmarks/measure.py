@@ -109,6 +109,7 @@ def measure(
                 failed[name] = describe(e)
             if name in failed:
                 free(device)
+        say(f"round {i + 1} of {rounds}")
     return _results(candidates, times, peaks, failed)
 
 
@@ -223,17 +224,18 @@ def idle_share(run: Callable[[], object]) -> float:
     From a trace of two runs; the host does not wait between them. Tracing slows it down, so this is an upper
     bound.
     """
-    run()
-    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         run()
         run()
         torch.cuda.synchronize()
+    assert trace.profiler is not None and trace.profiler.kineto_results is not None
     on_device = torch.autograd.DeviceType.CUDA
-    spans = sorted(
-        (e.time_range.start, e.time_range.end) for e in trace.events() or () if e.device_type == on_device
+    spans = sorted(  # of the trace itself: making events of torch of a whole step takes minutes
+        (e.start_ns(), e.start_ns() + e.duration_ns())
+        for e in trace.profiler.kineto_results.events()
+        if e.device_type() == on_device
     )
-    first, end, idle = spans[0][0], spans[0][0], 0.0
+    first, end, idle = spans[0][0], spans[0][0], 0
     for start, stop in spans:
         idle += max(start - end, 0)
         end = max(end, stop)
