@@ -19,6 +19,7 @@ from moekit._experts import expert_forward as expert_forward
 from moekit._moe import moe as moe
 from moekit._pipeline import pipeline as pipeline
 from moekit._route import Routing as Routing, route as route
+from moekit._rowwise import rowwise as rowwise
 from moekit._shard_optimizer import shard_optimizer as shard_optimizer
 from moekit.batch import count_tokens as count_tokens
 from moekit.config import ModelConfig as ModelConfig, preset as preset

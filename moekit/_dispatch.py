@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import register_dataclass
 
 from moekit._route import Routing
+from moekit._rowwise import rowwise
 from moekit.kernels.permute import expert_slots, to_rows, to_tokens
 from moekit.tree import check_values, has_values
 
@@ -26,15 +27,19 @@ class Transport(NamedTuple):
     """How rows travel: two functions, differentiable in the tokens, the rows and the weights.
 
     ``dispatch(x, routing, mesh) -> (rows, offsets, plan)``: rows (r, d) in the order (expert, source rank,
-    token) of this rank's experts, int32 group end offsets (e,), and anything that the way back needs.
+    token) of this rank's experts, int32 group end offsets (e,), and anything that the way back needs. A
+    fourth result may count this rank's routes that were dropped, (E,) int64.
     ``combine(rows, weights, plan, mesh) -> (t, d)``: each token's k rows come home and are summed with
     ``weights`` (t, k).
     ``mesh`` is the one-axis expert-parallel mesh, or ``None`` for one process. See
     :func:`moekit.testing.check_transport`.
     """
 
-    dispatch: Callable[[Tensor, Routing, DeviceMesh | None], tuple[Tensor, Tensor, Any]]
+    dispatch: Callable[[Tensor, Routing, DeviceMesh | None], tuple]
     combine: Callable[[Tensor, Tensor, Any, DeviceMesh | None], Tensor]
+
+
+Via = str | Transport | rowwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +49,9 @@ class Dispatched:
     rows: Float[Tensor, "r d"]
     offsets: Int[Tensor, " e"]  # int32: where each expert's rows end
     weights: Float[Tensor, "t k"]
+    dropped: Int[Tensor, " E"] | None  # int64: routes of this rank without room, by expert; None: never any
     plan: Any
-    transport: Transport
+    transport: Transport | rowwise
     mesh: DeviceMesh | None
 
 
@@ -56,11 +62,11 @@ def dispatch(
     x: Float[Tensor, "t d"],
     routing: Routing,
     *,
-    via: str | Transport | None = None,
+    via: Via | None = None,
     kernels: str = "auto",
     mesh: DeviceMesh | None = None,
 ) -> Dispatched:
-    """Send every token to the ranks that hold its experts; nothing is ever dropped.
+    """Send every token to the ranks that hold its experts; only what ``via`` has no room for is dropped.
 
     Pure and differentiable in ``x``. Collective: every rank of ``mesh`` calls it, even with ``t == 0``.
 
@@ -70,9 +76,10 @@ def dispatch(
         Tokens of this rank. ``t`` may differ between ranks.
     routing : Routing
         From :func:`moekit.route`. Rank i of ``mesh`` holds experts [i * e, (i + 1) * e).
-    via : {"local", "all_to_all", "deepep"} or Transport, optional
+    via : {"local", "all_to_all", "deepep"}, rowwise or Transport, optional
         By default ``"local"`` on one rank, else ``"all_to_all"``, which works on any backend and reads the
-        row counts on the host. ``"deepep"`` is DeepEP 2, imported when asked for: bfloat16 on CUDA, d a
+        row counts on the host. A :class:`moekit.rowwise` writes rows to their experts' ranks and waits for
+        nothing. ``"deepep"`` is DeepEP 2, imported when asked for: bfloat16 on CUDA, d a
         multiple of 256; each rank's sum is rounded to bfloat16 before the last sum. Not yet run on its
         kernels.
     kernels : {"auto", "torch", "triton"}
@@ -115,9 +122,15 @@ def dispatch(
         lambda: f"{routing.expert_ids.min()} to {routing.expert_ids.max()}",
     )
     transport = _transport(via, size, kernels)
-    rows, offsets, plan = transport.dispatch(x, routing, mesh)
+    rows, offsets, plan, *dropped = transport.dispatch(x, routing, mesh)
     return Dispatched(
-        rows=rows, offsets=offsets, weights=routing.weights, plan=plan, transport=transport, mesh=mesh
+        rows=rows,
+        offsets=offsets,
+        weights=routing.weights,
+        dropped=dropped[0] if dropped else None,
+        plan=plan,
+        transport=transport,
+        mesh=mesh,
     )
 
 
@@ -139,8 +152,8 @@ def combine(rows: Float[Tensor, "r d"], dispatched: Dispatched) -> Float[Tensor,
     return dispatched.transport.combine(rows, dispatched.weights, dispatched.plan, dispatched.mesh)
 
 
-def _transport(via: str | Transport | None, size: int, kernels: str) -> Transport:
-    if isinstance(via, Transport):
+def _transport(via: Via | None, size: int, kernels: str) -> Transport | rowwise:
+    if isinstance(via, Transport | rowwise):
         return via
     if via is None:
         via = "local" if size == 1 else "all_to_all"
@@ -152,7 +165,9 @@ def _transport(via: str | Transport | None, size: int, kernels: str) -> Transpor
         return Transport(_deepep.dispatch, _deepep.combine)
     if via not in TRANSPORTS:
         known = sorted([*TRANSPORTS, "deepep"])
-        raise ValueError(f"dispatch needs via in {known} or a moekit.Transport, got {via!r}")
+        raise ValueError(
+            f"dispatch needs via in {known}, a moekit.rowwise(...) or a moekit.Transport, got {via!r}"
+        )
     there, back = cast(tuple[Callable[..., Any], ...], TRANSPORTS[via])  # ours take kernels too
     return Transport(partial(there, kernels=kernels), partial(back, kernels=kernels))
 

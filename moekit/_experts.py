@@ -9,9 +9,10 @@ from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
+from moekit._rowwise import rowwise
 from moekit.kernels import Products, choose_products, forget_saved
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
-from moekit.kernels.permute import gather_sum, scatter
+from moekit.kernels.permute import OneRank
 from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from moekit.mesh import local
 from moekit.tree import check_values, held
@@ -71,7 +72,7 @@ def expert_forward(
     products = choose_products("expert_forward", kernels, len(rows), gate_up)
     if products.elementwise == "triton" or grad_into is not None:
         into = _buffers(grad_into, experts)
-        return _Experts.apply(rows, None, gate_up, down, offsets, None, None, products, into)
+        return _Experts.apply(rows, None, gate_up, down, offsets, None, None, products, into, None)
     if products.forward == "loop":
         hidden = swiglu(grouped_mm(rows, gate_up, offsets, kernels="loop"))
         return grouped_mm(hidden, down, offsets, kernels="loop")
@@ -83,24 +84,25 @@ def expert_forward(
 def experts_over_tokens(
     experts: TensorDict | Mapping[str, Tensor],
     x: Float[Tensor, "t d"],
-    slots: Int[Tensor, "t k"],
+    places: Int[Tensor, "t k"],
     weights: Float[Tensor, "t k"],
     offsets: Int[Tensor, " e"],
     *,
     base: Float[Tensor, "t d"] | None = None,
+    exchange: OneRank | rowwise,
     products: Products,
     grad_into: TensorDict | Mapping[str, Tensor] | None = None,
 ) -> Float[Tensor, "t d"]:
-    """Return what dispatch, :func:`expert_forward` and combine do on one rank, keeping one product and ``x``.
+    """Return what dispatch, :func:`expert_forward` and combine do, keeping one product and ``x``.
 
-    ``base`` is added where the rows are summed. Routing weights multiply the hidden rows: ``w (h W) = (w h)
-    W``. So their gradient needs the hidden rows alone, which the backward makes again from the first GEMM's
-    output, as it does the rows in expert order from ``x``; a combine that weighs what the experts return
-    would have to keep it.
+    ``places`` say where a token's rows go when ``exchange`` sends them. ``base`` is added where the rows are
+    summed. Routing weights multiply the hidden rows: ``w (h W) = (w h) W``. So their gradient needs the
+    hidden rows alone, which the backward makes again from the first GEMM's output, as it does the rows in
+    expert order from ``x``; a combine that weighs what the experts return would have to keep it.
     """
     gate_up, down = _weights(experts, x, offsets)
     into = _buffers(grad_into, experts)
-    return _Experts.apply(x, weights, gate_up, down, offsets, slots, base, products, into)
+    return _Experts.apply(x, weights, gate_up, down, offsets, places, base, products, into, exchange)
 
 
 def _weights(experts: Mapping[str, Tensor], rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,61 +153,52 @@ def _buffers(grad_into: Mapping[str, Tensor] | None, experts: Mapping[str, Tenso
 
 
 class _Experts(torch.autograd.Function):
-    """The experts over rows, or over tokens where ``slots`` say which rows are theirs."""
+    """The experts over rows, or over tokens whose rows ``exchange`` sends and fetches."""
 
     gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
 
     @staticmethod
-    def forward(ctx, x, weights, gate_up, down, offsets, slots, base, products, into):
+    def forward(ctx, x, weights, gate_up, down, offsets, places, base, products, into, exchange):
         kind = products.elementwise
-        rows = x if slots is None else scatter(x, slots, kernels=kind)
+        rows, by_row = (x, None) if exchange is None else exchange.send(x, places, weights)
         gated = grouped_mm(rows, gate_up, offsets, kernels=products.forward)
         del rows
-        if slots is not None:
-            weights = _by_row(weights, slots)
-        hidden = swiglu_forward(gated, weights, offsets, kernels=kind)
+        hidden = swiglu_forward(gated, by_row, offsets, kernels=kind)
         out = grouped_mm(hidden, down, offsets, kernels=products.forward)
-        ctx.save_for_backward(x, weights, gate_up, down, offsets, slots, gated)
-        ctx.products, ctx.into = products, into
-        return out if slots is None else gather_sum(out, slots, base=base, kernels=kind)
+        ctx.save_for_backward(x, weights, gate_up, down, offsets, places, gated)
+        ctx.products, ctx.into, ctx.exchange = products, into, exchange
+        return out if exchange is None else exchange.fetch(out, places, base=base)[0]
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weights, gate_up, down, offsets, slots, gated = ctx.saved_tensors
-        may_overwrite = forget_saved(ctx)
+        x, weights, gate_up, down, offsets, places, gated = ctx.saved_tensors
+        may_overwrite, exchange = forget_saved(ctx), ctx.exchange
         _, input_grad, weight_grad, kind = ctx.products
         into_gate_up, into_down = ctx.into
+        needs_x, _, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         grad_base = grad if ctx.needs_input_grad[6] else None
-        grad = grad.contiguous() if slots is None else scatter(grad, slots, kernels=kind)
+        grad, by_row = (grad.contiguous(), None) if exchange is None else exchange.send(grad, places, weights)
         grad_hidden = grouped_mm(grad, down.mT, offsets, kernels=input_grad)
-        grad_gated, hidden, grad_weights = swiglu_backward(
-            grad_hidden, gated, weights, offsets, in_place=may_overwrite, kernels=kind
+        grad_gated, hidden, grad_by_row = swiglu_backward(
+            grad_hidden, gated, by_row, offsets, in_place=may_overwrite, kernels=kind
         )
         del grad_hidden, gated
-        grad_down = grad_gate_up = grad_x = None
-        if ctx.needs_input_grad[3]:
+        grad_down = grad_gate_up = grad_x = grad_weights = None
+        if needs_down:
             grad_down = grouped_weight_grad(hidden, grad, offsets, into=into_down, kernels=weight_grad)
         del hidden, grad
-        if ctx.needs_input_grad[2]:
-            rows = x if slots is None else scatter(x, slots, kernels=kind)
+        if needs_gate_up:
+            rows = x if exchange is None else exchange.send(x, places)[0]
             grad_gate_up = grouped_weight_grad(
                 rows, grad_gated, offsets, into=into_gate_up, kernels=weight_grad
             )
             del rows
-        if ctx.needs_input_grad[0]:
+        if needs_x:
             grad_x = grouped_mm(grad_gated, gate_up.mT, offsets, kernels=input_grad)
-            if slots is not None:
-                del grad_gated
-                grad_x = gather_sum(grad_x, slots, kernels=kind)
-        if slots is not None:
-            assert grad_weights is not None
-            grad_weights = grad_weights[slots]
-        return grad_x, grad_weights, grad_gate_up, grad_down, None, None, grad_base, None, None
-
-
-def _by_row(weights: Float[Tensor, "t k"], slots: Int[Tensor, "t k"]) -> Float[Tensor, " r"]:
-    """Put the weight of each route where its row is."""
-    return torch.empty_like(weights).view(-1).scatter_(0, slots.flatten(), weights.flatten())
+        del grad_gated
+        if exchange is not None:
+            grad_x, grad_weights = exchange.fetch(grad_x, places, each=grad_by_row)
+        return grad_x, grad_weights, grad_gate_up, grad_down, *[None] * 2, grad_base, *[None] * 3
 
 
 class _ContiguousGrad(torch.autograd.Function):

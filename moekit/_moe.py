@@ -1,6 +1,7 @@
 """One Mixture-of-Experts layer: the four functions composed."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Float
@@ -8,12 +9,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moekit._dispatch import Transport, combine, dispatch
+from moekit._dispatch import Via, combine, dispatch
 from moekit._experts import Kernels, expert_forward, experts_over_tokens
 from moekit._route import Routing, route
+from moekit._rowwise import rowwise
 from moekit.kernels import choose_products, elementwise
 from moekit.kernels.feed_forward import feed_forward as dense
-from moekit.kernels.permute import expert_slots
+from moekit.kernels.permute import OneRank, expert_slots
 from moekit.mesh import local
 
 
@@ -22,7 +24,7 @@ def moe(
     x: Float[Tensor, "t d"],
     *,
     top_k: int,
-    via: str | Transport | None = None,
+    via: Via | None = None,
     kernels: Kernels = "auto",
     grad_into: TensorDict | Mapping[str, Tensor] | None = None,
     mesh: DeviceMesh | None = None,
@@ -56,22 +58,29 @@ def moe(
     experts, base = params["experts"], None
     if "shared" in params.keys():
         base = feed_forward(params["shared"], x, kernels=elementwise(kernels))
-    products = choose_products("moe", kernels, len(x) * top_k, local(experts["gate_up"]))
+    n_rows = via.capacity if isinstance(via, rowwise) else len(x) * top_k
+    products = choose_products("moe", kernels, n_rows, local(experts["gate_up"]))
     alone = mesh is None or (mesh.ndim == 1 and mesh.size() == 1)  # dispatch refuses a mesh of more axes
-    if products.elementwise == "triton" and via in (None, "local") and alone:
-        slots = expert_slots(routing.expert_ids, routing.n_experts, kernels="triton")
-        offsets = routing.counts.cumsum(0).int()
-        y = experts_over_tokens(
-            *(experts, x, slots, routing.weights, offsets),
-            base=base,
-            products=products,
-            grad_into=grad_into,
-        )
-        return y, routing
-    sent = dispatch(x, routing, via=via, kernels=elementwise(kernels), mesh=mesh)
-    rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, grad_into=grad_into)
-    y = combine(rows, sent)
-    return y if base is None else y + base, routing
+    if isinstance(via, rowwise):
+        via.check_mesh(mesh)
+        places, offsets, dropped = via.plan(routing)
+        routing, exchange = replace(routing, dropped=dropped), via
+    elif products.elementwise == "triton" and via in (None, "local") and alone:
+        places = expert_slots(routing.expert_ids, routing.n_experts, kernels="triton")
+        offsets, exchange = routing.counts.cumsum(0).int(), OneRank("triton")
+    else:
+        sent = dispatch(x, routing, via=via, kernels=elementwise(kernels), mesh=mesh)
+        rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, grad_into=grad_into)
+        y = combine(rows, sent)
+        return y if base is None else y + base, replace(routing, dropped=sent.dropped)
+    y = experts_over_tokens(
+        *(experts, x, places, routing.weights, offsets),
+        base=base,
+        exchange=exchange,
+        products=products,
+        grad_into=grad_into,
+    )
+    return y, routing
 
 
 def feed_forward(

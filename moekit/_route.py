@@ -23,7 +23,8 @@ class Routing:
 
     ``weights`` multiply the experts' outputs; ``scores`` are every expert's score before the choice;
     ``counts`` are this call's rows per expert of the layer, padding
-    included. Ids and counts are int64.
+    included; ``dropped`` those of them that :func:`moekit.moe` had no room for, None where that cannot be.
+    Ids and counts are int64.
     """
 
     weights: Float[Tensor, "t k"]
@@ -31,6 +32,7 @@ class Routing:
     counts: Int[Tensor, " E"]
     logits: Float[Tensor, "t E"]
     scores: Float[Tensor, "t E"]
+    dropped: Int[Tensor, " E"] | None = None
 
     @property
     def n_experts(self) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moekit import balance
-from moekit._dispatch import Transport
+from moekit._dispatch import Via
 from moekit._experts import Kernels
 from moekit._moe import feed_forward, moe
 from moekit._route import Assignment, Routing
@@ -260,7 +260,7 @@ def forward(
     biases: Float[Tensor, "l E"] | None = None,
     key: Int[Tensor, ""] | None = None,
     assignment: Assignment = "top_k",
-    via: str | Transport | None = None,
+    via: Via | None = None,
     kernels: Kernels = "auto",
     grad_into: Params | None = None,
     block: Callable = transformer_block,

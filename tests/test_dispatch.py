@@ -122,7 +122,7 @@ def mesh(size, names=("ep",)):
     [
         (
             dict(via="carrier pigeon"),
-            "via in ['all_to_all', 'deepep', 'local'] or a moekit.Transport, got 'carrier pigeon'",
+            "via in ['all_to_all', 'deepep', 'local'], a moekit.rowwise(...) or a moekit.Transport, got 'car",
         ),
         (dict(mesh=mesh(4, ("edp", "ep"))), "a one-axis mesh, got axes ('edp', 'ep'); pass mesh['ep']"),
         (dict(mesh=mesh(3)), "dispatch needs ep to divide n_experts, got n_experts=4, ep=3"),

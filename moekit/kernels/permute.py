@@ -7,6 +7,8 @@ program in a fixed order.
 Axes: t tokens, k choices, r = t * k rows, d features, E experts.
 """
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -135,6 +137,28 @@ def gather_sum_backward(
     wide = grad.to(weights.dtype)
     by_route = (wide[:, None] * weights[..., None]).flatten(0, 1).to(rows.dtype)
     return by_route[invert(slots.flatten())], (wide[:, None] * rows[slots]).sum(-1)
+
+
+class OneRank(NamedTuple):
+    """How an expert layer exchanges rows with itself; as :class:`moekit.rowwise` does with other ranks."""
+
+    kernels: str
+
+    def send(self, x: Tensor, slots: Slots, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return rows in expert order, and their weights."""
+        by_row = None
+        if weights is not None:
+            by_row = torch.empty_like(weights).view(-1).scatter_(0, slots.flatten(), weights.flatten())
+        return scatter(x, slots, kernels=self.kernels), by_row
+
+    def fetch(
+        self, rows: Tensor | None, slots: Slots, *, base: Tensor | None = None, each: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return each token's sum of rows, and each route's number."""
+        return (
+            None if rows is None else gather_sum(rows, slots, base=base, kernels=self.kernels),
+            None if each is None else each[slots],
+        )
 
 
 # --- Launches -------------------------------------------------------------------------

@@ -1,14 +1,15 @@
 """The contract of a transport, checked on ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moekit._dispatch import Transport, combine, dispatch
+from moekit._dispatch import Transport, Via, combine, dispatch
 from moekit._route import Routing
+from moekit._rowwise import rowwise
 from moekit.kernels.permute import count_experts
 from moekit.testing._kernels import relative_error
 from moekit.testing._ranks import ranks
@@ -25,7 +26,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def check_transport(
-    transport: str | Transport,
+    transport: Via | Callable[..., Via],
     *,
     n_ranks: Sequence[int] = (1, 2, 4),
     dtypes: Sequence[torch.dtype] = tuple(TOLERANCE),
@@ -43,8 +44,9 @@ def check_transport(
 
     Parameters
     ----------
-    transport : str or Transport
-        As ``via`` of :func:`moekit.dispatch`.
+    transport : str, Transport or callable
+        As ``via`` of :func:`moekit.dispatch`, or what makes it for a case, called with a mesh, ``n_tokens``,
+        ``d_model``, ``n_experts``, ``top_k``, ``dtype`` and ``device``, as :class:`moekit.rowwise` is.
     n_ranks : sequence of int
         Numbers of ranks; with 1, ``mesh=None`` is checked as well.
     dtypes : sequence of torch.dtype
@@ -64,7 +66,9 @@ def check_transport(
         ranks(n, device=device)(_check, transport, tuple(dtypes), d_model, device)
 
 
-def _check(transport: str | Transport, dtypes: tuple[torch.dtype, ...], d_model: int, device: str) -> None:
+def _check(
+    transport: Via | Callable[..., Via], dtypes: tuple[torch.dtype, ...], d_model: int, device: str
+) -> None:
     world = dist.get_world_size()
     meshes: list = [(init_device_mesh(device, (world,), mesh_dim_names=("ep",)), "ep", dtypes)]
     if world == 1:
@@ -78,10 +82,13 @@ def _check(transport: str | Transport, dtypes: tuple[torch.dtype, ...], d_model:
                 n_experts = per_rank * (1 if mesh is None else mesh.size())
                 ids = _choose(choice, n_tokens(dist.get_rank()), n_experts, top_k).to(device)
                 where = f"{case}, {dtype}, {world} ranks, mesh={label}"
+                sizes = dict(d_model=d_model, n_experts=n_experts, top_k=top_k, dtype=dtype, device=device)
+                most = max(1, *map(n_tokens, range(world)))
                 try:
-                    first, second = (
-                        _run(transport, ids, n_experts, dtype, d_model, mesh, where) for _ in range(2)
-                    )
+                    via = transport
+                    if not isinstance(via, str | Transport | rowwise):
+                        via = via(mesh, n_tokens=most, **sizes)
+                    first, second = (_run(via, ids, n_experts, dtype, d_model, mesh, where) for _ in range(2))
                 except Exception as error:
                     error.add_note(f"check_transport: {where}")
                     raise
@@ -99,7 +106,7 @@ def _choose(choice: str, tokens: int, n_experts: int, top_k: int) -> Tensor:
 
 
 def _run(
-    transport: str | Transport,
+    transport: Via,
     ids: Tensor,
     n_experts: int,
     dtype: torch.dtype,

@@ -1,0 +1,276 @@
+"""The transport :class:`rowwise`: each row is written straight into its slot of its expert's rank.
+
+Ranks tell each other their counts; from these alone every rank knows where each of its rows goes
+(:mod:`moekit.kernels.row_map`), and one kernel writes them there. The experts read the buffer that the rows
+were written to, and one kernel of each token's rank reads what its experts have made and sums it. The
+backward of each way is the other way. Shapes do not depend on the routing and the host waits for nothing.
+"""
+
+import math
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from moekit._route import Routing
+from moekit.kernels.one_sided import get_each, get_sum, put, put_each
+from moekit.kernels.permute import gather_sum_backward
+from moekit.kernels.row_map import RowMap, row_map
+from moekit.symmetric import SymmetricMemory
+from moekit.tree import check_values
+
+Overflow = Literal["even", "score", "refuse"]
+
+
+class rowwise:
+    """A transport of fixed shapes, for ranks that address each other's memory: ``via=`` of :func:`dispatch`.
+
+    Made once, by all ranks of the mesh, and handed to every layer: buffers belong to this object, are in use
+    only while a layer sends or fetches, and go when nothing refers to it. With :func:`moekit.moe` nothing is
+    copied on the way; :func:`moekit.dispatch` and :func:`moekit.combine` by themselves copy rows out of the
+    buffers and into them, as autograd keeps them beyond the call.
+
+    Parameters
+    ----------
+    mesh : DeviceMesh, optional
+        The one-axis expert-parallel mesh, ``mesh["ep"]``; ``None`` for one process.
+    n_tokens : int
+        Tokens of a rank in one call; they may be fewer, and more where a capacity factor is given.
+    d_model, n_experts, top_k : int
+        As of the layers; ``n_experts`` over all ranks.
+    dtype : torch.dtype
+        Of tokens and rows.
+    capacity_factor : float, optional
+        A rank has room for ``ceil(capacity_factor * n_tokens * top_k)`` rows. By default there is always
+        room: for ``ep * n_tokens * min(top_k, n_experts / ep)``, which is what the experts' activations
+        take too.
+    overflow : {"even", "score", "refuse"}
+        What becomes of rows without room: ``"even"`` drops as large a share of every expert's rows from every
+        rank, to within one row, spread over the sequence; ``"score"`` drops as many of each, those of the
+        smallest routing weights; ``"refuse"`` raises (on CUDA later, as nothing waits). A dropped route adds
+        nothing to its token's sum; ``dropped`` of :class:`moekit.Dispatched` and :class:`moekit.Routing`
+        counts them.
+    device : str or torch.device, optional
+        By default the mesh's, or the CPU.
+    kernels : {"auto", "torch", "triton"}
+        As for :mod:`moekit.kernels`. On CUDA ``"torch"`` waits for the device.
+
+    Attributes
+    ----------
+    capacity : int
+        Rows that a rank has room for.
+    n_bytes : int
+        Of this rank's buffers.
+
+    Raises
+    ------
+    ValueError
+        For sizes that do not fit, and from each use with other tokens than these.
+    RuntimeError
+        When the ranks cannot address each other's memory.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | None,
+        *,
+        n_tokens: int,
+        d_model: int,
+        n_experts: int,
+        top_k: int,
+        dtype: torch.dtype = torch.bfloat16,
+        capacity_factor: float | None = None,
+        overflow: Overflow = "even",
+        device: str | torch.device | None = None,
+        kernels: str = "auto",
+    ):
+        if mesh is not None and mesh.ndim != 1:
+            raise ValueError(f"rowwise needs a one-axis mesh, got {mesh.mesh_dim_names}; pass mesh['ep']")
+        if overflow not in ("even", "score", "refuse"):
+            raise ValueError(f"rowwise needs overflow 'even', 'score' or 'refuse', got {overflow!r}")
+        size = 1 if mesh is None else mesh.size()
+        self.capacity = rows_of_rank(size, n_tokens, n_experts, top_k, capacity_factor)
+        self.mesh, self.n_experts, self.top_k = mesh, n_experts, top_k
+        self.d_model, self.dtype, self.kernels = d_model, dtype, kernels
+        self.overflow = "refuse" if capacity_factor is None else overflow
+        if device is None:
+            device = "cpu" if mesh is None else mesh.device_type
+        if device == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._memory = SymmetricMemory(
+            layout(size, self.capacity, d_model, n_experts, dtype), mesh=mesh, device=torch.device(device)
+        )
+        self.n_bytes = self._memory.n_bytes
+        self._in_use: set[str] = set()  # buffers of which some rank may not be done
+
+        at = torch.arange(n_experts, device=device)
+        n = size * n_experts  # where this rank's counts are on each rank
+        ranks = torch.arange(size, device=device)[:, None]
+        self._places_of_counts = ranks * n + self._memory.rank * n_experts + at
+
+    # --- A layer on its way: in this order, on all ranks ------------------------------
+
+    def plan(self, routing: Routing) -> RowMap:
+        """Tell all ranks this one's counts and return where its rows go. Collective; no host sync."""
+        if routing.n_experts != self.n_experts or routing.expert_ids.shape[1] != self.top_k:
+            raise ValueError(
+                f"rowwise was made for {self.n_experts} experts and top_k={self.top_k}, got "
+                f"{routing.n_experts} and {routing.expert_ids.shape[1]}; make another"
+            )
+        counts = self._claim("counts")
+        everyone = routing.counts.expand(self._memory.size, -1)
+        put_each(everyone, self._places_of_counts, counts, kernels=self.kernels)
+        self._meet("counts")
+        matrix = counts.mine.view(self._memory.size, self.n_experts)
+        if self.overflow == "refuse":
+            wanted = matrix.sum(0).view(self._memory.size, -1).sum(1).max()
+            check_values(
+                wanted <= self.capacity,
+                "rowwise",
+                f"room for the rows of each rank, and has it for {self.capacity}; a larger n_tokens or "
+                "capacity_factor, or overflow='even', lets them pass",
+                lambda: f"{wanted} rows for one",
+            )
+        return row_map(
+            routing.expert_ids,
+            matrix,
+            rank=self._memory.rank,
+            capacity=self.capacity,
+            priority=routing.weights.detach() if self.overflow == "score" else None,
+            kernels=self.kernels,
+        )
+
+    def send(
+        self, x: Float[Tensor, "t d"], places: Int[Tensor, "t k"], weights: Float[Tensor, "t k"] | None = None
+    ) -> tuple[Float[Tensor, "r d"], Float[Tensor, " r"] | None]:
+        """Return the rows, and weights, that came here: the buffers, as they are until the next ``send``."""
+        if x.dtype != self.dtype or x.shape[1] != self.d_model:
+            raise ValueError(
+                f"rowwise was made for {self.dtype} tokens of width {self.d_model}, got {x.dtype} and "
+                f"{x.shape[1]}; make another"
+            )
+        rows = self._claim("rows in")
+        put(x, places, rows, kernels=self.kernels)
+        if weights is not None:
+            put_each(weights, places, self._memory.tensors["weights in"], kernels=self.kernels)
+        self._meet("rows in")
+        return rows.mine, None if weights is None else self._memory.tensors["weights in"].mine
+
+    def fetch(
+        self,
+        rows: Float[Tensor, "r d"] | None,
+        places: Int[Tensor, "t k"],
+        *,
+        weights: Float[Tensor, "t k"] | None = None,
+        base: Float[Tensor, "t d"] | None = None,
+        each: Float[Tensor, " r"] | None = None,
+    ) -> tuple[Float[Tensor, "t d"] | None, Float[Tensor, "t k"] | None]:
+        """Return each token's sum of what ranks have in ``rows``, and each route's number in ``each``."""
+        out = self._claim("rows out")
+        numbers = self._memory.tensors["weights out"]
+        if rows is not None:
+            out.mine.copy_(rows)
+        if each is not None:
+            numbers.mine.copy_(each)
+        self._meet("rows out")
+        return (
+            None if rows is None else get_sum(out, places, weights, base=base, kernels=self.kernels),
+            None if each is None else get_each(numbers, places, kernels=self.kernels),
+        )
+
+    def _claim(self, name: str):
+        """Return a buffer that no rank reads any more."""
+        if name in self._in_use:
+            self._meet()
+        return self._memory.tensors[name]
+
+    def _meet(self, *in_use: str) -> None:
+        """Wait for all ranks, on the device; then ``in_use`` is read."""
+        self._memory.barrier()
+        self._in_use = set(in_use)
+
+    # --- As a transport ---------------------------------------------------------------
+
+    def dispatch(self, x: Tensor, routing: Routing, mesh: DeviceMesh | None) -> tuple:
+        """As of :class:`moekit.Transport`, with the routes dropped."""
+        self.check_mesh(mesh)
+        places, offsets, dropped = self.plan(routing)
+        return _Dispatch.apply(x, places, self), offsets, places, dropped
+
+    def combine(self, rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None) -> Tensor:
+        """As of :class:`moekit.Transport`."""
+        del mesh
+        return _Combine.apply(rows, weights, plan, self)
+
+    def check_mesh(self, mesh: DeviceMesh | None) -> None:
+        """Raise for ranks other than those whose memory this is."""
+        size = 1 if mesh is None else mesh.size()
+        if self._memory.size != size or (size > 1 and mesh != self.mesh):
+            raise ValueError(f"rowwise was made for the ranks of {self.mesh}, got {mesh}; make another")
+
+
+def rows_of_rank(
+    n_ranks: int, n_tokens: int, n_experts: int, top_k: int, capacity_factor: float | None
+) -> int:
+    """Return the rows that a rank has room for; see :class:`rowwise`."""
+    if n_experts % n_ranks or min(n_tokens, n_experts, top_k) < 1 or top_k > n_experts:
+        raise ValueError(
+            "rowwise needs n_experts that ep divides, tokens, and top_k from 1 to n_experts, got "
+            f"{n_experts=}, ep={n_ranks}, {n_tokens=}, {top_k=}"
+        )
+    if capacity_factor is None:
+        return n_ranks * n_tokens * min(top_k, n_experts // n_ranks)
+    if not capacity_factor > 0:
+        raise ValueError(f"rowwise needs a positive capacity_factor, got {capacity_factor}")
+    return math.ceil(capacity_factor * n_tokens * top_k)
+
+
+def layout(
+    n_ranks: int, capacity: int, d_model: int, n_experts: int, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of each buffer of a rank."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return {
+        "counts": ((n_ranks * n_experts,), torch.int64),
+        "rows in": ((capacity, d_model), dtype),
+        "rows out": ((capacity, d_model), dtype),
+        "weights in": ((capacity,), wide),
+        "weights out": ((capacity,), wide),
+    }
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, places, transport):
+        ctx.save_for_backward(places)
+        ctx.transport = transport
+        return transport.send(x, places)[0].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (places,) = ctx.saved_tensors
+        return ctx.transport.fetch(grad, places)[0], None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weights, places, transport):
+        ctx.save_for_backward(rows, weights, places)
+        ctx.transport = transport
+        return transport.fetch(rows, places, weights=weights)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        rows, weights, places = ctx.saved_tensors
+        grad, by_row = ctx.transport.send(grad, places, weights)
+        slots = torch.arange(len(rows), device=rows.device)[:, None]
+        grad_rows, grad_by_row = gather_sum_backward(
+            grad, rows, slots, by_row[:, None], kernels=ctx.transport.kernels
+        )
+        _, grad_weights = ctx.transport.fetch(None, places, each=grad_by_row[:, 0])
+        return grad_rows, grad_weights, None, None

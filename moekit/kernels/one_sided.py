@@ -1,0 +1,200 @@
+"""Rows written to and read from the memory of other ranks, one kernel each.
+
+``places`` (t, k) from :func:`moekit.kernels.row_map.row_map` say where a token's rows are: rank * n + row, or
+-1 for none. Nothing here waits for another rank; :class:`moekit.symmetric.SymmetricMemory` has the barrier.
+
+Axes: t tokens, k choices, d features, n rows on each rank.
+"""
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from moekit.kernels._backend import jit, next_power_of_2, operator, tl, use_triton
+from moekit.symmetric import Shared
+
+Places = Int[Tensor, "t k"]
+
+
+def put(x: Float[Tensor, "t d"], places: Places, to: Shared, *, kernels: str = "auto") -> None:
+    """Write each token to its places in ``to``, tensors (n, d): a token is read once."""
+    if use_triton("put", kernels, x):
+        torch.ops.moekit.put(x, places, to.mine, to.addresses)
+        return
+    for peer, here, rows in _by_rank(places, to):
+        peer[rows] = x[here.nonzero()[:, 0]]
+
+
+def put_each(values: Shaped[Tensor, "t k"], places: Places, to: Shared, *, kernels: str = "auto") -> None:
+    """Write each route's number to its place in ``to``, tensors (n,)."""
+    if use_triton("put_each", kernels, values):
+        torch.ops.moekit.put_each(values, places, to.mine, to.addresses)
+        return
+    for peer, here, rows in _by_rank(places, to):
+        peer[rows] = values[here].to(peer.dtype)
+
+
+def get_sum(
+    source: Shared,
+    places: Places,
+    weights: Float[Tensor, "t k"] | None = None,
+    *,
+    base: Float[Tensor, "t d"] | None = None,
+    kernels: str = "auto",
+) -> Float[Tensor, "t d"]:
+    """Return each token's rows of ``source``, tensors (n, d), times their weights, summed; plus ``base``.
+
+    The sum is in float32 at least, in the order of the choices.
+    """
+    if use_triton("get_sum", kernels, source.mine):
+        return torch.ops.moekit.get_sum(source.mine, source.addresses, places, weights, base)
+    t, k = places.shape
+    wide = torch.promote_types(source.mine.dtype, torch.float32)
+    rows = torch.zeros(t, k, source.mine.shape[1], dtype=wide, device=places.device)
+    for peer, here, at in _by_rank(places, source):
+        rows[here] = peer[at].to(wide)
+    total = (rows if weights is None else rows * weights[..., None]).sum(1)
+    return (total if base is None else total + base).to(source.mine.dtype)
+
+
+def get_each(source: Shared, places: Places, *, kernels: str = "auto") -> Shaped[Tensor, "t k"]:
+    """Return the number of each route in ``source``, tensors (n,); 0 where it has no place."""
+    if use_triton("get_each", kernels, source.mine):
+        return torch.ops.moekit.get_each(source.mine, source.addresses, places)
+    values = torch.zeros(places.shape, dtype=source.mine.dtype, device=places.device)
+    for peer, here, at in _by_rank(places, source):
+        values[here] = peer[at]
+    return values
+
+
+def _by_rank(places: Places, shared: Shared):
+    """Return for each rank its tensor, which places are there, and their rows."""
+    n = len(shared.mine)
+    for rank, peer in enumerate(shared.peers):
+        here = (places >= rank * n) & (places < (rank + 1) * n)
+        yield peer, here, places[here] - rank * n
+
+
+# --- Launches -------------------------------------------------------------------------
+
+ROUTES = 256  # numbers a program
+COLUMNS = 1024  # of a row, at a time where each is written several times
+
+
+# What is written is another rank's too; ``mine`` stands for all of it.
+@operator("moekit::put", mutates_args=("mine",))
+def _put_op(x: Tensor, places: Tensor, mine: Tensor, addresses: Tensor) -> None:
+    x, places = x.contiguous(), places.contiguous()
+    if places.numel() and x.shape[1]:
+        block = min(next_power_of_2(x.shape[1]), COLUMNS)
+        grid = (len(x), -(-x.shape[1] // block))
+        _put[grid](x, places, addresses, len(mine), x.shape[1], places.shape[1], BLOCK=block)
+
+
+@_put_op.register_fake
+def _(x, places, mine, addresses):
+    return None
+
+
+@operator("moekit::put_each", mutates_args=("mine",))
+def _put_each_op(values: Tensor, places: Tensor, mine: Tensor, addresses: Tensor) -> None:
+    values, places = values.to(mine.dtype).contiguous(), places.contiguous()
+    if n := places.numel():
+        _put_each[(-(-n // ROUTES),)](values, places, addresses, len(mine), n, ROUTES=ROUTES)
+
+
+@_put_each_op.register_fake
+def _(values, places, mine, addresses):
+    return None
+
+
+@operator("moekit::get_sum")
+def _get_sum_op(
+    mine: Tensor, addresses: Tensor, places: Tensor, weights: Tensor | None, base: Tensor | None
+) -> Tensor:
+    places = places.contiguous()
+    weights = None if weights is None else weights.contiguous()
+    base = None if base is None else base.contiguous()
+    out = _get_sum_like(mine, addresses, places, weights, base)
+    if out.numel():
+        d = out.shape[1]
+        block = min(next_power_of_2(d), 4096)
+        _get_sum[(len(out), -(-d // block))](
+            mine, addresses, places, weights, base, out, len(mine), d, places.shape[1], BLOCK=block
+        )
+    return out
+
+
+@_get_sum_op.register_fake
+def _get_sum_like(mine, addresses, places, weights, base):
+    return mine.new_empty(len(places), mine.shape[1])
+
+
+@operator("moekit::get_each")
+def _get_each_op(mine: Tensor, addresses: Tensor, places: Tensor) -> Tensor:
+    places = places.contiguous()
+    out = _get_each_like(mine, addresses, places)
+    if n := places.numel():
+        _get_each[(-(-n // ROUTES),)](mine, addresses, places, out, len(mine), n, ROUTES=ROUTES)
+    return out
+
+
+@_get_each_op.register_fake
+def _get_each_like(mine, addresses, places):
+    return mine.new_empty(places.shape)
+
+
+# --- Kernels --------------------------------------------------------------------------
+
+
+@jit
+def _put(x, places, addresses, n, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + token * d + column, mask=column < d)
+    for j in tl.static_range(k):
+        place = tl.load(places + token * k + j)
+        if place >= 0:
+            there = tl.load(addresses + place // n).to(tl.pointer_type(x.dtype.element_ty))
+            tl.store(there + place % n * d + column, value, mask=column < d, cache_modifier=".cs")
+
+
+@jit
+def _put_each(values, places, addresses, n, n_routes, ROUTES: tl.constexpr):
+    route = tl.program_id(0).to(tl.int64) * ROUTES + tl.arange(0, ROUTES)
+    place = tl.load(places + route, mask=route < n_routes, other=-1)
+    kept = place >= 0
+    there = tl.load(addresses + place // n, mask=kept, other=0).to(tl.pointer_type(values.dtype.element_ty))
+    value = tl.load(values + route, mask=kept)
+    tl.store(there + place % n, value, mask=kept)
+
+
+@jit
+def _get_sum(
+    mine, addresses, places, weights, base, out, n,
+    d: tl.constexpr, k: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for j in tl.static_range(k):
+        place = tl.load(places + token * k + j)
+        if place >= 0:
+            there = tl.load(addresses + place // n).to(tl.pointer_type(mine.dtype.element_ty))
+            value = tl.load(there + place % n * d + column, mask=column < d, other=0.0).to(tl.float32)
+            if weights is not None:
+                value *= tl.load(weights + token * k + j)
+            total += value
+    if base is not None:
+        total += tl.load(base + token * d + column, mask=column < d, other=0.0).to(tl.float32)
+    tl.store(out + token * d + column, total.to(out.dtype.element_ty), mask=column < d)
+
+
+@jit
+def _get_each(mine, addresses, places, out, n, n_routes, ROUTES: tl.constexpr):
+    route = tl.program_id(0).to(tl.int64) * ROUTES + tl.arange(0, ROUTES)
+    place = tl.load(places + route, mask=route < n_routes, other=-1)
+    kept = place >= 0
+    there = tl.load(addresses + place // n, mask=kept, other=0).to(tl.pointer_type(mine.dtype.element_ty))
+    value = tl.load(there + place % n, mask=kept, other=0.0)
+    tl.store(out + route, value, mask=route < n_routes)

@@ -1,0 +1,158 @@
+"""Memory that every rank of a group addresses: kernels of one rank read and write tensors of another.
+
+On CUDA it is torch's symmetric memory, for devices that reach each other over NVLink. On CPUs it is a file
+that the ranks of one machine map, on which the same kernels run in Triton's interpreter: so they can be
+tested without a GPU.
+
+Nothing here orders what ranks do. A rank may write what another has read, or read what another has written,
+only after :meth:`SymmetricMemory.barrier`; in between, what was written is visible nowhere else.
+"""
+
+import os
+import socket
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from jaxtyping import Int
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+ALIGNMENT = 128  # bytes, of each tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """One tensor a rank, of one shape, and where all of them are."""
+
+    mine: Tensor
+    peers: tuple[Tensor, ...]  # of every rank, this one's included
+    addresses: Int[Tensor, " R"]  # int64, of every rank's tensor in this process, on its device
+
+
+class SymmetricMemory:
+    """Tensors of every rank of a mesh that every rank addresses. Memory goes when nothing refers to it.
+
+    Collective: every rank of the mesh makes it, with the same layout.
+
+    Parameters
+    ----------
+    layout : dict
+        Shape and dtype of each tensor, by name.
+    mesh : DeviceMesh, optional
+        The one-axis mesh whose ranks share; ``None`` for one process.
+    device : torch.device
+        Of this rank.
+
+    Attributes
+    ----------
+    tensors : dict of Shared
+        By name, zeros at first.
+    n_bytes : int
+        Of this rank's memory.
+
+    Raises
+    ------
+    ValueError
+        When the ranks' layouts differ.
+    RuntimeError
+        When the ranks cannot address each other's memory.
+    """
+
+    def __init__(
+        self,
+        layout: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        *,
+        mesh: DeviceMesh | None,
+        device: torch.device,
+    ):
+        places, end = {}, 0
+        for name, (shape, dtype) in layout.items():
+            places[name] = end
+            end += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self.n_bytes = max(end, ALIGNMENT)
+        self.size = 1 if mesh is None else mesh.size()
+        self.rank = 0 if mesh is None else mesh.get_local_rank()
+        if mesh is not None and self.size > 1:
+            _check_alike(layout, mesh)
+        make = _on_one if self.size == 1 else _on_cuda if device.type == "cuda" else _on_cpus
+        arenas, self._barrier = make(self.n_bytes, mesh, device)
+        arenas[self.rank].zero_()
+        self.tensors: dict[str, Shared] = {}
+        for name, (shape, dtype) in layout.items():
+            n = prod(shape) * dtype.itemsize
+            peers = tuple(a[places[name] :][:n].view(dtype).view(shape) for a in arenas)
+            at = torch.tensor([a.data_ptr() + places[name] for a in arenas], dtype=torch.int64)
+            self.tensors[name] = Shared(peers[self.rank], peers, at.to(device))
+        self.barrier()  # zeros are there before anyone writes
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here; what they have written is visible after. No host sync on CUDA."""
+        self._barrier()
+
+
+def _check_alike(layout: dict, mesh: DeviceMesh) -> None:
+    layouts: list = [None] * mesh.size()
+    dist.all_gather_object(layouts, layout, group=mesh.get_group())
+    if different := [rank for rank, other in enumerate(layouts) if other != layout]:
+        raise ValueError(
+            f"symmetric memory needs one layout on all ranks, got {layout} here and "
+            f"{layouts[different[0]]} on rank {different[0]} of the mesh"
+        )
+
+
+# Each returns the bytes of every rank as a tensor here, and a barrier.
+
+
+def _on_one(n_bytes: int, mesh: DeviceMesh | None, device: torch.device) -> tuple[list[Tensor], Callable]:
+    del mesh
+    return [torch.empty(n_bytes, dtype=torch.uint8, device=device)], lambda: None
+
+
+def _on_cuda(n_bytes: int, mesh: DeviceMesh | None, device: torch.device) -> tuple[list[Tensor], Callable]:
+    assert mesh is not None
+    with torch.cuda.device(device):
+        mine = symm_mem.empty(n_bytes, dtype=torch.uint8, device=device)
+        try:
+            handle = symm_mem.rendezvous(mine, mesh.get_group())
+        except RuntimeError as error:
+            raise RuntimeError(
+                "symmetric memory needs devices that address each other's memory, over NVLink or on one "
+                f"host; {device} of {socket.gethostname()} cannot, in a group of {mesh.size()} ranks: "
+                f"{error}; take via='all_to_all' there"
+            ) from error
+    arenas = [handle.get_buffer(rank, (n_bytes,), torch.uint8) for rank in range(mesh.size())]
+    # The handle and this rank's tensor live as long as the barrier does.
+    return arenas, partial(_barrier_on_cuda, handle, mine)
+
+
+def _barrier_on_cuda(handle, mine: Tensor) -> None:
+    with torch.cuda.device(mine.device):
+        handle.barrier(channel=0)
+
+
+def _on_cpus(n_bytes: int, mesh: DeviceMesh | None, device: torch.device) -> tuple[list[Tensor], Callable]:
+    assert mesh is not None
+    group = mesh.get_group()
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    file, path = tempfile.mkstemp(prefix="moekit-", dir=folder)
+    try:
+        os.ftruncate(file, n_bytes)
+        os.close(file)
+        names: list = [None] * mesh.size()
+        dist.all_gather_object(names, (socket.gethostname(), path), group=group)
+        if len({host for host, _ in names}) > 1:
+            raise RuntimeError(
+                "symmetric memory on CPUs needs all ranks on one host, got "
+                f"{sorted({host for host, _ in names})}; take via='all_to_all' there"
+            )
+        arenas = [torch.from_file(name, shared=True, size=n_bytes, dtype=torch.uint8) for _, name in names]
+        dist.barrier(group)  # all have mapped it
+    finally:
+        os.unlink(path)  # the mappings keep it
+    return arenas, partial(dist.barrier, group)

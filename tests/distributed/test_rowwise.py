@@ -1,0 +1,378 @@
+"""Rows written straight to their experts' ranks, on ranks that share memory of this machine."""
+
+import gc
+import random
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import moekit as mk
+from moekit.kernels.permute import count_experts
+from moekit.testing import check_transport, ranks
+
+D, H, K = 16, 8, 2
+
+
+def make_mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+
+
+def make_params(n_experts, dtype, seed=0):
+    """Return a layer's parameters as this rank holds them."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randn, generator=generator, dtype=dtype)
+    e, rank = n_experts // dist.get_world_size(), dist.get_rank()
+    mine = slice(rank * e, (rank + 1) * e)
+    router, gate_up, down = draw(D, n_experts), draw(n_experts, D, 2 * H), draw(n_experts, H, D)
+    leaves = [x.clone().requires_grad_() for x in (router, gate_up[mine] / D**0.5, down[mine] / H**0.5)]
+    return dict(router=leaves[0], experts=dict(gate_up=leaves[1], down=leaves[2])), leaves
+
+
+def tokens(n, dtype, seed=0):
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randn(n, D, generator=generator, dtype=dtype).requires_grad_()
+
+
+# --- The contract ---------------------------------------------------------------------
+
+
+def test_rows_arrive_and_come_home_as_of_any_transport():
+    check_transport(mk.rowwise, n_ranks=(1, 2, 4))
+
+
+def test_its_kernels_keep_the_contract_too():
+    pytest.importorskip("triton")
+    via = partial(mk.rowwise, kernels="triton")
+    check_transport(via, n_ranks=(1, 2), dtypes=(torch.float32, torch.bfloat16))
+
+
+# --- A layer --------------------------------------------------------------------------
+
+
+def layers(via, kernels, dtype, n_tokens, recompute):
+    """Return the output of two layers, and the gradients of tokens and of all parameters."""
+    mesh = make_mesh()
+    n_experts = 4 * mesh.size()
+    if via == "rowwise":
+        sizes = dict(d_model=D, n_experts=n_experts, top_k=K, dtype=dtype)
+        via = mk.rowwise(mesh, n_tokens=max(n_tokens), kernels=kernels, **sizes)
+    (first, a), (second, b) = (make_params(n_experts, dtype, seed) for seed in range(2))
+    x = tokens(n_tokens[dist.get_rank()], dtype)
+
+    def layer(x, params):
+        run = {"torch": "loop"}.get(kernels, kernels)
+        return x + mk.moe(params, x, top_k=K, via=via, kernels=run, mesh=mesh)[0]
+
+    block, y = mk.remat(layer, "block" if recompute else "none"), x
+    for params in (first, second, first):
+        y = block(y, params)
+    grads = torch.autograd.grad((y * torch.linspace(1, 2, D, dtype=dtype)).sum(), [x, *a, *b])
+    return [y.detach(), *grads]
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "recompute", "kernels", "dtype"),
+    [
+        ([5], False, "torch", torch.float64),
+        ([5, 7], True, "torch", torch.float64),
+        ([0, 9, 0, 3], False, "torch", torch.float64),
+        ([5, 0], False, "triton", torch.float32),
+        ([4, 6], True, "triton", torch.float32),
+    ],
+)
+def test_layers_that_share_buffers_give_what_all_to_all_gives(n_tokens, recompute, kernels, dtype):
+    if kernels == "triton":
+        pytest.importorskip("triton")
+    got, want = (
+        ranks(len(n_tokens))(layers, via, kernels, dtype, n_tokens, recompute)
+        for via in ("rowwise", "all_to_all")
+    )
+    for mine, theirs in zip(got, want, strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-9 if dtype == torch.float64 else 1e-3, atol=1e-5)
+
+
+def whole_model(via, straight):
+    """Return loss and gradients of a model, its sums of micro-batches in buffers that are used again."""
+    mesh = mk.make_mesh(ep=dist.get_world_size(), device="cpu")
+    if via == "rowwise":
+        via = mk.rowwise(
+            mesh["ep"], n_tokens=2 * 6, d_model=8, n_experts=8, top_k=2, dtype=torch.float32, kernels="torch"
+        )
+    config = mk.ModelConfig(
+        vocab_size=16,
+        d_model=8,
+        n_layers=2,
+        n_heads=2,
+        n_kv_heads=1,
+        d_head=4,
+        n_experts=8,
+        top_k=2,
+        d_expert=4,
+    )
+    params = mk.init_params(config, mesh=mesh)
+    ids = torch.arange(4) + 4 * dist.get_rank()
+    sequences = (ids[:, None] + torch.arange(7)) ** 2 % 16
+    batch = mk.batch.make_batch(sequences, torch.zeros_like(sequences), ids)
+    batch = mk.count_tokens(batch, mesh=mesh)
+    loss = partial(mk.next_token_loss, config=config, via=via, mesh=mesh)
+    grad_fn = mk.value_and_grad(loss, has_aux=True)
+    grad_fn = mk.accumulate(grad_fn, 2, straight=mk.model.is_expert if straight else None)
+    (_, _), sums = grad_fn(params, batch)
+    (value, _), sums = grad_fn(params, batch, into=sums)
+    return value, {name: mk.tree.held(g) for name, g in mk.tree.named(sums).items()}
+
+
+@pytest.mark.parametrize("straight", [False, True])
+def test_a_model_has_the_loss_and_gradients_of_all_to_all(straight):
+    got, want = (ranks(2)(whole_model, via, straight) for via in ("rowwise", "all_to_all"))
+    for (loss, grads), (wanted, wanted_grads) in zip(got, want, strict=True):
+        torch.testing.assert_close(loss, wanted)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, wanted_grads[name], msg=name)
+
+
+# --- Without room ---------------------------------------------------------------------
+
+
+def overflowing(overflow, factor):
+    """Return what a layer without room gives, beside the sum over the routes that a loop keeps."""
+    mesh, dtype = make_mesh(), torch.float64
+    size, rank = mesh.size(), mesh.get_local_rank()
+    n_experts = 2 * size
+    via = mk.rowwise(
+        mesh, n_tokens=9, d_model=D, n_experts=n_experts, top_k=K, dtype=dtype,
+        capacity_factor=factor, overflow=overflow,
+    )  # fmt: skip
+    params, leaves = make_params(n_experts, dtype)
+    x = tokens(9 - rank, dtype)
+    y, routing = mk.moe(params, x, top_k=K, via=via, kernels="loop", mesh=mesh)
+    grads = torch.autograd.grad(y.square().sum(), [x, *leaves])
+
+    everyone: list = [None] * size
+    dist.all_gather_object(everyone, (routing.expert_ids, routing.weights.detach()))
+    kept = kept_by_loops(
+        [ids for ids, _ in everyone], [w for _, w in everyone], n_experts, via.capacity, overflow
+    )
+    whole: list = [None] * size
+    dist.all_gather_object(whole, [leaf.detach() for leaf in leaves[1:]])
+    gate_up, down = (torch.cat(parts).requires_grad_() for parts in zip(*whole, strict=True))
+    again = mk.route(params["router"], x, top_k=K)
+    weights = again.weights * kept[rank]
+    ids = again.expert_ids
+    gate, up = torch.einsum("td,tkdh->tkh", x, gate_up[ids]).chunk(2, -1)
+    rows = torch.einsum("tkh,tkhd->tkd", torch.nn.functional.silu(gate) * up, down[ids])
+    wanted = (rows * weights[..., None]).sum(1)
+    wanted_grads = list(torch.autograd.grad(wanted.square().sum(), [x, leaves[0], gate_up, down]))
+    for g in wanted_grads[2:]:
+        dist.all_reduce(g)
+    mine = slice(2 * rank, 2 * rank + 2)
+    wanted_grads[2:] = [g[mine] for g in wanted_grads[2:]]
+    sent = mk.dispatch(x, routing, via=via, mesh=mesh)
+    dropped = count_experts(ids[~kept[rank]][:, None], n_experts)
+    assert routing.dropped.tolist() == sent.dropped.tolist() == dropped.tolist()
+    assert sum(int((~mask).sum()) for mask in kept) > 0
+    for a, b in zip([y, *grads], [wanted, *wanted_grads], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def kept_by_loops(ids, weights, n_experts, capacity, overflow):
+    """Return which routes of every rank find room."""
+    e = n_experts // len(ids)
+    kept = [torch.ones_like(x, dtype=torch.bool) for x in ids]
+    for owner in range(len(ids)):
+        rows = [
+            (expert, source, route)
+            for expert in range(owner * e, owner * e + e)
+            for source in range(len(ids))
+            for route in (ids[source].flatten() == expert).nonzero()[:, 0].tolist()
+        ]
+        n = min(len(rows), capacity)
+        even = [g for g in range(len(rows)) if (g + 1) * n // len(rows) > g * n // len(rows)]
+        for cell in {row[:2] for row in rows}:
+            of_cell = [g for g, row in enumerate(rows) if row[:2] == cell]
+            quota = [g for g in of_cell if g in even]
+            if overflow == "score":
+                by_weight = sorted(of_cell, key=lambda g: -weights[cell[1]].flatten()[rows[g][2]].item())
+                quota = by_weight[: len(quota)]
+            for g in of_cell:
+                kept[cell[1]].view(-1)[rows[g][2]] = g in quota
+    return kept
+
+
+@pytest.mark.parametrize("overflow", ["even", "score"])
+@pytest.mark.parametrize("factor", [0.3, 0.75])
+def test_routes_without_room_add_nothing_and_are_counted(overflow, factor):
+    ranks(3)(overflowing, overflow, factor)
+
+
+def refusing():
+    via = mk.rowwise(
+        make_mesh(), n_tokens=4, d_model=D, n_experts=4, top_k=1, dtype=torch.float32,
+        capacity_factor=1.0, overflow="refuse",
+    )  # fmt: skip
+    ids = torch.zeros(4, 1, dtype=torch.int64)
+    scores = torch.zeros(4, 4)
+    routing = mk.Routing(
+        weights=torch.ones(4, 1), expert_ids=ids, counts=count_experts(ids, 4), logits=scores, scores=scores
+    )
+    with pytest.raises(ValueError, match=r"has it for 4; .*, got 8 rows for one"):
+        mk.dispatch(torch.ones(4, D), routing, via=via, mesh=via.mesh)
+
+
+def test_too_many_rows_are_refused_on_every_rank_with_the_numbers():
+    ranks(2)(refusing)
+
+
+def more_tokens_than_there_is_room_for():
+    via = mk.rowwise(make_mesh(), n_tokens=2, d_model=D, n_experts=2, top_k=1, dtype=torch.float32)
+    params, _ = make_params(2, torch.float32)
+    with pytest.raises(ValueError, match="has it for 4; a larger n_tokens"):
+        mk.moe(params, torch.ones(3, D), top_k=1, via=via, mesh=via.mesh)
+
+
+def test_without_a_capacity_factor_nothing_is_dropped_so_more_tokens_are_refused():
+    ranks(2)(more_tokens_than_there_is_room_for)
+
+
+# --- Races ----------------------------------------------------------------------------
+
+
+def hurried(fault, n_runs):
+    """Return what layers give with routing that changes, ranks delayed at random at every step."""
+    mesh, dtype = make_mesh(), torch.float32
+    via = mk.rowwise(mesh, n_tokens=6, d_model=D, n_experts=8, top_k=K, dtype=dtype)
+    chance = random.Random(dist.get_rank())
+
+    def slow(fn):
+        def run(*args, **kwargs):
+            time.sleep(chance.random() * 2e-3)
+            return fn(*args, **kwargs)
+
+        return run
+
+    via._claim, via._meet = slow(via._claim), slow(via._meet)
+    meet = via._meet
+    if fault == "nobody waits for what was sent":
+        via._meet = lambda *names: None if names == ("rows in",) else meet(*names)
+    elif fault == "nobody waits for what is fetched":
+        via._meet = lambda *names: None if names == ("rows out",) else meet(*names)
+    elif fault == "nobody waits for the counts":
+        via._meet = lambda *names: None if names == ("counts",) else meet(*names)
+    elif fault == "nobody waits before sending again":
+        via._claim = slow(lambda name: via._memory.tensors[name])
+    params, leaves = make_params(8, dtype)
+    outputs = []
+    for _ in range(n_runs):
+        run = []
+        for seed in range(3):
+            x = tokens(3 + (seed + dist.get_rank()) % 4, dtype, seed)
+            y = mk.moe(params, x, top_k=K, via=via, kernels="loop", mesh=mesh)[0]
+            y = mk.moe(params, x + y, top_k=K, via=via, kernels="loop", mesh=mesh)[0]
+            run += [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *leaves])]
+        outputs.append(run)
+    return all(torch.equal(a, b) for other in outputs for a, b in zip(other, outputs[0], strict=True))
+
+
+def test_ranks_that_are_late_change_no_bit():
+    assert all(ranks(4)(hurried, None, 50))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "nobody waits for what was sent",
+        "nobody waits for what is fetched",
+        "nobody waits for the counts",
+        "nobody waits before sending again",
+    ],
+)
+def test_a_barrier_left_out_is_seen(fault):
+    try:
+        assert not all(ranks(4)(hurried, fault, 20))
+    except RuntimeError as error:  # counts that do not fit the rows end in an index error
+        assert "out of" in str(error) or "index" in str(error), error
+
+
+# --- Buffers --------------------------------------------------------------------------
+
+
+def mapped():
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "moekit-" in line]
+
+
+def buffers_come_and_go():
+    mesh = make_mesh()
+    via = mk.rowwise(mesh, n_tokens=64, d_model=D, n_experts=8, top_k=K, dtype=torch.float32)
+    here = len(mapped())
+    params, leaves = make_params(8, torch.float32)
+    for step in range(200):
+        x = tokens(1 + step % 64, torch.float32, step)
+        y = mk.moe(params, x, top_k=K, via=via, kernels="loop", mesh=mesh)[0]
+        torch.autograd.grad(y.sum(), leaves)
+    assert len(mapped()) == here == mesh.size()
+    assert not list(Path("/dev/shm").glob("moekit-*"))
+    del via, y
+    gc.collect()
+    return len(mapped())
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="looks into /dev/shm and /proc/self/maps")
+def test_buffers_are_used_again_and_freed_when_dropped():
+    assert ranks(2)(buffers_come_and_go) == [0, 0]
+
+
+def test_the_capacity_is_what_is_said():
+    sizes = dict(n_tokens=10, d_model=D, n_experts=8, top_k=4)
+    assert mk.rowwise(None, **sizes).capacity == 40
+    assert mk.rowwise(None, **sizes, capacity_factor=1.26).capacity == 51
+    via = mk.rowwise(None, **sizes, dtype=torch.bfloat16)
+    assert via.n_bytes == 128 + 2 * 40 * D * 2 + 2 * 256  # counts, rows twice, weights twice; each to 128
+
+
+def refused_on_ranks():
+    mesh = make_mesh()
+    with pytest.raises(ValueError, match="needs one layout on all ranks"):
+        mk.rowwise(mesh, n_tokens=4 + dist.get_rank(), d_model=D, n_experts=4, top_k=2)
+    via = mk.rowwise(mesh, n_tokens=4, d_model=D, n_experts=4, top_k=K, dtype=torch.float32)
+    params, _ = make_params(4, torch.float32)
+    with pytest.raises(ValueError, match="was made for the ranks of"):
+        mk.moe(params, torch.ones(2, D), top_k=K, via=via)
+
+
+def test_ranks_that_do_not_agree_are_told():
+    ranks(2)(refused_on_ranks)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(n_experts=0), "needs n_experts that ep divides"),
+        (dict(top_k=9), "top_k from 1 to n_experts"),
+        (dict(capacity_factor=0.0), "positive capacity_factor, got 0.0"),
+        (dict(overflow="all"), "overflow 'even', 'score' or 'refuse', got 'all'"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(change, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        mk.rowwise(None, **(dict(n_tokens=4, d_model=D, n_experts=8, top_k=K) | change))
+
+
+@pytest.mark.parametrize(
+    ("x", "n_experts", "message"),
+    [
+        (torch.ones(2, D, dtype=torch.float64), 8, r"float32 tokens of width 16, got torch.float64"),
+        (torch.ones(2, 12), 8, "of width 16, got torch.float32 and 12"),
+        (torch.ones(2, D), 4, "8 experts and top_k=2, got 4 and 2"),
+    ],
+)
+def test_other_tokens_than_it_was_made_for_are_refused(x, n_experts, message, unchecked):
+    via = mk.rowwise(None, n_tokens=4, d_model=D, n_experts=8, top_k=K, dtype=torch.float32)
+    routing = mk.route(torch.ones(x.shape[1], n_experts, dtype=x.dtype), x, top_k=K)
+    with pytest.raises(ValueError, match=message):
+        mk.dispatch(x, routing, via=via)
