@@ -164,7 +164,8 @@ class _Experts(torch.autograd.Function):
         gated = grouped_mm(rows, gate_up, offsets, kernels=products.forward)
         del rows
         hidden = swiglu_forward(gated, by_row, offsets, kernels=kind)
-        out = grouped_mm(hidden, down, offsets, kernels=products.forward)
+        out = None if exchange is None else exchange.outgoing()
+        out = grouped_mm(hidden, down, offsets, out=out, kernels=products.forward)
         ctx.save_for_backward(x, weights, gate_up, down, offsets, places, gated)
         ctx.products, ctx.into, ctx.exchange = products, into, exchange
         return out if exchange is None else exchange.fetch(out, places, base=base)[0]
@@ -194,7 +195,8 @@ class _Experts(torch.autograd.Function):
             )
             del rows
         if needs_x:
-            grad_x = grouped_mm(grad_gated, gate_up.mT, offsets, kernels=input_grad)
+            out = None if exchange is None else exchange.outgoing()
+            grad_x = grouped_mm(grad_gated, gate_up.mT, offsets, out=out, kernels=input_grad)
         del grad_gated
         if exchange is not None:
             grad_x, grad_weights = exchange.fetch(grad_x, places, each=grad_by_row)

@@ -168,10 +168,13 @@ class rowwise:
         base: Float[Tensor, "t d"] | None = None,
         each: Float[Tensor, " r"] | None = None,
     ) -> tuple[Float[Tensor, "t d"] | None, Float[Tensor, "t k"] | None]:
-        """Return each token's sum of what ranks have in ``rows``, and each route's number in ``each``."""
+        """Return each token's sum of what ranks have in ``rows``, and each route's number in ``each``.
+
+        ``rows`` are copied unless they are what :meth:`outgoing` gave.
+        """
         out = self._claim("rows out")
         numbers = self._memory.tensors["weights out"]
-        if rows is not None:
+        if rows is not None and rows is not out.mine:
             out.mine.copy_(rows)
         if each is not None:
             numbers.mine.copy_(each)
@@ -180,6 +183,10 @@ class rowwise:
             None if rows is None else get_sum(out, places, weights, base=base, kernels=self.kernels),
             None if each is None else get_each(numbers, places, kernels=self.kernels),
         )
+
+    def outgoing(self) -> Float[Tensor, "r d"]:
+        """Return where rows that are to be fetched can be made."""
+        return self._claim("rows out").mine
 
     def _claim(self, name: str):
         """Return a buffer that no rank reads any more."""

@@ -33,6 +33,7 @@ def grouped_mm(
     weights: Float[Tensor, "E K N"],
     offsets: Int[Tensor, " E"],
     *,
+    out: Float[Tensor, "r N"] | None = None,
     kernels: str = "torch",
 ) -> Float[Tensor, "r N"]:
     """Multiply the rows of each group by its matrix. Not differentiable.
@@ -41,18 +42,29 @@ def grouped_mm(
     ----------
     weights : Float[Tensor, "E K N"]
         Contiguous in one of its last two dims.
+    out : Float[Tensor, "r N"], optional
+        Where the result goes, contiguous and of its dtype.
     kernels : {"torch", "triton", "quack", "loop"}
         ``torch.nn.functional.grouped_mm``; one persistent Triton kernel; that of quack-kernels; or the loop
         over groups that defines the result, for any dtype, which reads the offsets on the host.
     """
     if kernels == "loop":
         parts = [group @ w for group, w in zip(_groups(rows, offsets), weights, strict=True)]
-        return torch.cat([*parts, rows.new_zeros(len(rows) - sum(map(len, parts)), weights.shape[-1])])
-    if kernels == "triton" and use_triton("grouped_mm", kernels, rows):
-        return torch.ops.moekit.grouped_mm(rows, weights, offsets)
-    if kernels == "quack":
-        return torch.ops.moekit.quack_mm(rows, weights, offsets)
-    return F.grouped_mm(rows, weights, offs=offsets.contiguous())  # it does not look at strides
+        parts.append(rows.new_zeros(len(rows) - sum(map(len, parts)), weights.shape[-1]))
+        return torch.cat(parts, out=out)
+    if kernels == "torch":
+        product = F.grouped_mm(rows, weights, offs=offsets.contiguous())  # it does not look at strides
+        return product if out is None else out.copy_(product)
+    if kernels == "triton":
+        use_triton("grouped_mm", kernels, rows)  # or an error
+    functional, into = {
+        "triton": (torch.ops.moekit.grouped_mm, torch.ops.moekit.grouped_mm_into),
+        "quack": (torch.ops.moekit.quack_mm, torch.ops.moekit.quack_mm_into),
+    }[kernels]
+    if out is None:
+        return functional(rows, weights, offsets)
+    into(rows, weights, offsets, out)
+    return out
 
 
 def grouped_weight_grad(
@@ -104,15 +116,37 @@ BLOCK_BYTES = 128  # of what is summed over, a step
 
 @operator("moekit::grouped_mm")
 def _grouped_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    rows, offsets = rows.contiguous(), offsets.contiguous()
     out = _product_like(rows, weights, offsets)
+    _launch(rows, weights, offsets, out)
+    return out
+
+
+@_grouped_mm_op.register_fake
+def _product_like(rows, weights, offsets):
+    return rows.new_empty(len(rows), weights.shape[-1])
+
+
+@operator("moekit::grouped_mm_into", mutates_args=("out",))
+def _grouped_mm_into_op(rows: Tensor, weights: Tensor, offsets: Tensor, out: Tensor) -> None:
+    _launch(rows, weights, offsets, out)
+
+
+@_grouped_mm_into_op.register_fake
+def _nothing(rows, weights, offsets, out):
+    return None
+
+
+def _launch(rows: Tensor, weights: Tensor, offsets: Tensor, out: Tensor) -> None:
+    if not out.is_contiguous():
+        raise ValueError(f"grouped_mm needs a contiguous out, got strides {out.stride()}")
+    rows, offsets = rows.contiguous(), offsets.contiguous()
     e, k, n = weights.shape
     transposed = weights.stride(-1) != 1
     if transposed:
         weights = weights.mT
     weights = weights.contiguous()
     if not out.numel():
-        return out
+        return
     block_k, block_n = BLOCK_BYTES // rows.element_size(), 512 // rows.element_size()
     tile = [block_n, block_k] if transposed else [block_k, block_n]
     _multiply[(n_processors(rows.device),)](
@@ -125,12 +159,6 @@ def _grouped_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         **dict(BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=block_k),
         **dict(num_warps=8, num_stages=3),
     )
-    return out
-
-
-@_grouped_mm_op.register_fake
-def _product_like(rows, weights, offsets):
-    return rows.new_empty(len(rows), weights.shape[-1])
 
 
 @operator("moekit::grouped_weight_grad")
@@ -187,12 +215,20 @@ def _quack() -> Any:
 @operator("moekit::quack_mm")
 def _quack_mm_op(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     out = _product_like(rows, weights, offsets)
-    if len(rows):
-        _quack().gemm(rows, weights, out=out, cu_seqlens_m=F.pad(offsets, (1, 0)), tuned=False)
+    _quack_mm_into_op(rows, weights, offsets, out)
     return out
 
 
 _quack_mm_op.register_fake(_product_like)
+
+
+@operator("moekit::quack_mm_into", mutates_args=("out",))
+def _quack_mm_into_op(rows: Tensor, weights: Tensor, offsets: Tensor, out: Tensor) -> None:
+    if len(rows):
+        _quack().gemm(rows, weights, out=out, cu_seqlens_m=F.pad(offsets, (1, 0)), tuned=False)
+
+
+_quack_mm_into_op.register_fake(_nothing)
 
 
 @operator("moekit::quack_weight_grad")
@@ -226,7 +262,14 @@ def _weight_grad_flops(rows_shape, grad_shape, *_, **__) -> int:
     return 2 * rows_shape[0] * rows_shape[1] * grad_shape[1]
 
 
-register_flop_formula([torch.ops.moekit.grouped_mm, torch.ops.moekit.quack_mm])(_product_flops)
+register_flop_formula(
+    [
+        torch.ops.moekit.grouped_mm,
+        torch.ops.moekit.grouped_mm_into,
+        torch.ops.moekit.quack_mm,
+        torch.ops.moekit.quack_mm_into,
+    ]
+)(_product_flops)
 register_flop_formula(
     [
         torch.ops.moekit.grouped_weight_grad,

@@ -151,6 +151,9 @@ class OneRank(NamedTuple):
             by_row = torch.empty_like(weights).view(-1).scatter_(0, slots.flatten(), weights.flatten())
         return scatter(x, slots, kernels=self.kernels), by_row
 
+    def outgoing(self) -> None:
+        """Say that rows can be anywhere."""
+
     def fetch(
         self, rows: Tensor | None, slots: Slots, *, base: Tensor | None = None, each: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None]:

@@ -61,3 +61,12 @@ def test_gradients_are_added_to_a_float32_buffer(kernels):
         assert grouped_weight_grad(rows, grad, offsets, into=buffer, kernels=kernels) is None
     # Triton adds before it rounds, the others the rounded product.
     close_to(buffer - 2, 2 * want, 1e-6 if kernels == "triton" else 1e-2)
+
+
+@pytest.mark.parametrize("kernels", ["loop", "torch", "triton"])
+def test_the_product_goes_where_it_is_wanted(kernels):
+    dtype = torch.bfloat16 if kernels == "torch" else torch.float16
+    rows, _, weights, offsets, valid = make([40, 0, 56], 3, 64, 96, dtype)
+    out = rows.new_full((len(rows), 96), torch.nan)
+    assert grouped_mm(rows, weights, offsets, out=out, kernels=kernels) is out
+    assert torch.equal(out[:valid], grouped_mm(rows, weights, offsets, kernels=kernels)[:valid])
