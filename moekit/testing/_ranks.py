@@ -8,6 +8,7 @@ import multiprocessing.forkserver
 import multiprocessing.process
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -46,9 +47,10 @@ class ranks:
     ----------
     n : int
         Number of ranks.
-    device : {"cpu", "cuda"}
+    device : {"cpu", "cuda", "cuda:0", ...}
         ``"cpu"``: gloo. ``"cuda"``: each rank has a GPU of its own as its current device, NCCL for CUDA
-        tensors and gloo for the others.
+        tensors and gloo for the others. ``"cuda:i"``: all ranks share GPU i, with gloo, which copies to the
+        host; their symmetric memory is as real as on several GPUs.
     timeout : float
         Seconds after which ranks that have not answered are given up.
     grace : float
@@ -76,8 +78,8 @@ class ranks:
             raise ValueError(f"ranks needs at least one rank, got n={n}")
         if not (timeout > 0 and grace > 0):
             raise ValueError(f"ranks needs positive seconds, got timeout={timeout}, grace={grace}")
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"ranks needs device 'cpu' or 'cuda', got {device!r}")
+        if device not in ("cpu", "cuda") and not re.fullmatch(r"cuda:\d+", device):
+            raise ValueError(f"ranks needs device 'cpu', 'cuda' or 'cuda:0' and so on, got {device!r}")
         if device == "cuda" and torch.cuda.device_count() < n:
             raise ValueError(f"ranks needs a GPU for each of {n} ranks, got {torch.cuda.device_count()} GPUs")
         self.n, self.device, self.timeout, self.grace = n, device, timeout, grace
@@ -246,10 +248,12 @@ def _work(connection, stacks) -> None:
     try:
         rank, n, device, store, timeout, folder, sys.path[:], call = pickle.loads(connection.recv_bytes())
         try:
-            if device == "cuda":
-                torch.cuda.set_device(rank)
+            if device != "cpu":
+                torch.cuda.set_device(rank if device == "cuda" else device)
+            if device.startswith("cuda:"):
+                os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
             dist.init_process_group(
-                "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+                "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
                 store=dist.FileStore(store, n),
                 rank=rank,
                 world_size=n,

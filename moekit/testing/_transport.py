@@ -53,7 +53,7 @@ def check_transport(
         Of float64, float32 and bfloat16, those that the transport takes.
     d_model : int
         Width of the tokens.
-    device : {"cpu", "cuda"}
+    device : {"cpu", "cuda", "cuda:0", ...}
         As for :class:`moekit.testing.ranks`.
 
     Raises
@@ -69,12 +69,12 @@ def check_transport(
 def _check(
     transport: Via | Callable[..., Via], dtypes: tuple[torch.dtype, ...], d_model: int, device: str
 ) -> None:
-    world = dist.get_world_size()
-    meshes: list = [(init_device_mesh(device, (world,), mesh_dim_names=("ep",)), "ep", dtypes)]
+    world, kind = dist.get_world_size(), torch.device(device).type
+    meshes: list = [(init_device_mesh(kind, (world,), mesh_dim_names=("ep",)), "ep", dtypes)]
     if world == 1:
         meshes.append((None, "None", dtypes))
     if world % 2 == 0:
-        mesh = init_device_mesh(device, (2, world // 2), mesh_dim_names=("edp", "ep"))
+        mesh = init_device_mesh(kind, (2, world // 2), mesh_dim_names=("edp", "ep"))
         meshes.append((mesh["ep"], f"ep of (edp=2, ep={world // 2})", dtypes[:1]))
     for mesh, label, of_mesh in meshes:
         for case, (n_tokens, per_rank, top_k, choice) in CASES.items():

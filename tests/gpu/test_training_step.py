@@ -46,14 +46,21 @@ def make_batch(seed):
 class Step:
     """Two micro-batches, the norm and an update, from fixed tensors: a batch and a key."""
 
-    def __init__(self, block=mk.model.transformer_block, *, config=CONFIG, **options):
+    def __init__(self, block=mk.model.transformer_block, *, config=CONFIG, via=None, **options):
+        via = None if via is None else via()
         self.params = mk.init_params(config, dtype=torch.bfloat16, device="cuda")
         schedule = mk.optim.warmup_cosine(1e-3, warmup_steps=2, total_steps=10)
         self.optimizer = mk.shard_optimizer(mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(schedule)))
         self.state = self.optimizer.init(self.params)
         self.batch, self.key = make_batch(0), mk.random.make_key(0, "cuda")
         loss_fn = functools.partial(
-            mk.next_token_loss, config=config, assignment="random", key=self.key, block=block, **options
+            mk.next_token_loss,
+            config=config,
+            assignment="random",
+            key=self.key,
+            block=block,
+            via=via,
+            **options,
         )
         self.grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), 2, straight=mk.model.is_expert)
         self.sums: TensorDict | None = None
@@ -71,13 +78,20 @@ class Step:
         self.key.copy_(mk.random.make_key(seed, "cuda"))
 
 
+def rowwise():
+    sizes = dict(d_model=CONFIG.d_model, n_experts=CONFIG.n_experts, top_k=CONFIG.top_k)
+    return mk.rowwise(None, n_tokens=2 * 256, capacity_factor=1.25, device="cuda", **sizes)
+
+
 WIDE_HEADS = replace(CONFIG, n_heads=2, n_kv_heads=1, d_head=128)  # as attention's fastest kernels want them
-EACH_ATTENTION = pytest.mark.parametrize(
-    "options", [{}, {"config": WIDE_HEADS, "attend_across_documents": True}], ids=["documents", "whole rows"]
+EACH = pytest.mark.parametrize(
+    "options",
+    [{}, {"config": WIDE_HEADS, "attend_across_documents": True}, {"via": rowwise}],
+    ids=["documents", "whole rows", "rowwise"],
 )
 
 
-@EACH_ATTENTION
+@EACH
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_is_compiled_after_the_second_step_and_nothing_waits_for_the_device(
     compiled, options, monkeypatch
@@ -109,7 +123,7 @@ def test_nothing_is_compiled_after_the_second_step_and_nothing_waits_for_the_dev
     assert step.loss.isfinite()
 
 
-@EACH_ATTENTION
+@EACH
 def test_a_captured_step_makes_the_losses_of_steps_that_are_launched(options):
     launched = Step(**options)
     want = []

@@ -1,0 +1,89 @@
+"""Rows written straight to their experts' ranks through symmetric memory: ranks that share a GPU, and several."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanges import D, K, hurried, layers, make_mesh, make_params, tokens
+
+import moekit as mk
+from moekit.testing import check_transport, ranks
+
+N = torch.cuda.device_count()
+WHERE = pytest.mark.parametrize(
+    ("device", "sizes"),
+    [
+        ("cuda:0", (1, 2, 4, 8)),
+        pytest.param(
+            "cuda",
+            [n for n in (2, 4, 8) if n <= N],
+            marks=pytest.mark.skipif(N < 2, reason=f"needs two CUDA devices or more, there are {N}"),
+        ),
+    ],
+)
+
+
+@WHERE
+def test_it_keeps_its_contract(device, sizes):
+    check_transport(mk.rowwise, n_ranks=sizes, dtypes=(torch.float32, torch.bfloat16), device=device)
+
+
+@WHERE
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_give_what_they_give_on_cpus(device, sizes, recompute):
+    n_tokens = [5, 0, 7, 6][: min(4, max(sizes))]
+    run = partial(layers, dtype=torch.float32, n_tokens=n_tokens, recompute=recompute)
+    want = ranks(len(n_tokens))(run, "all_to_all", "torch")
+    got = ranks(len(n_tokens), device=device)(run, "rowwise", "triton", device="cuda")
+    for mine, theirs in zip(got, want, strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+
+
+@WHERE
+def test_ranks_that_are_late_change_no_bit(device, sizes):
+    assert all(ranks(max(sizes), device=device)(hurried, None, 50, device="cuda"))
+
+
+def a_thousand_steps():
+    """Return the memory in use on the device after 10 steps and after 1,000, with routing that changes."""
+    dtype = torch.bfloat16
+    mesh = make_mesh("cuda")
+    via = mk.rowwise(mesh, n_tokens=64, d_model=D, n_experts=8, top_k=K, dtype=dtype, capacity_factor=1.25)
+    params, leaves = make_params(8, dtype, device="cuda")
+    x = [tokens(1 + 7 * i, dtype, i, "cuda") for i in range(10)]
+    used = []
+    for step in range(1000):
+        y, routing = mk.moe(params, x[step % 10], top_k=K, via=via, mesh=mesh)
+        torch.autograd.grad(y.float().square().sum(), leaves)
+        if step in (9, 999):
+            dist.barrier()
+            used.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()))
+    assert routing.dropped is not None and y.isfinite().all()
+    return used
+
+
+@WHERE
+def test_memory_does_not_grow_in_a_thousand_steps(device, sizes):
+    for first, last in ranks(min(4, max(sizes)), device=device)(a_thousand_steps):
+        assert first == last
+
+
+def refusing():
+    via = mk.rowwise(
+        None, n_tokens=4, d_model=D, n_experts=4, top_k=1, dtype=torch.float32, device="cuda",
+        capacity_factor=0.5, overflow="refuse",
+    )  # fmt: skip
+    params, _ = make_params(4, torch.float32, device="cuda")
+    try:
+        mk.moe(params, torch.ones(4, D, device="cuda"), top_k=1, via=via)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def test_too_many_rows_are_refused_by_the_device():
+    (error,) = ranks(1, device="cuda:0")(refusing)
+    assert "device-side assert" in error
