@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
@@ -61,26 +62,28 @@ def moe(
     n_rows = via.capacity if isinstance(via, rowwise) else len(x) * top_k
     products = choose_products("moe", kernels, n_rows, local(experts["gate_up"]))
     alone = mesh is None or (mesh.ndim == 1 and mesh.size() == 1)  # dispatch refuses a mesh of more axes
+    options: dict[str, Any] = dict(base=base, products=products, grad_into=grad_into)
     if isinstance(via, rowwise):
         via.check_mesh(mesh)
-        places, offsets, dropped = via.plan(routing)
-        routing, exchange = replace(routing, dropped=dropped), via
-    elif products.elementwise == "triton" and via in (None, "local") and alone:
-        places = expert_slots(routing.expert_ids, routing.n_experts, kernels="triton")
-        offsets, exchange = routing.counts.cumsum(0).int(), OneRank("triton")
-    else:
-        sent = dispatch(x, routing, via=via, kernels=elementwise(kernels), mesh=mesh)
-        rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, grad_into=grad_into)
-        y = combine(rows, sent)
-        return y if base is None else y + base, replace(routing, dropped=sent.dropped)
-    y = experts_over_tokens(
-        *(experts, x, places, routing.weights, offsets),
-        base=base,
-        exchange=exchange,
-        products=products,
-        grad_into=grad_into,
-    )
-    return y, routing
+        y, dropped = _through(via, experts, x, routing, options)
+        return y, replace(routing, dropped=dropped)
+    if products.elementwise == "triton" and via in (None, "local") and alone:
+        slots = expert_slots(routing.expert_ids, routing.n_experts, kernels="triton")
+        offsets = routing.counts.cumsum(0).int()
+        exchange = OneRank("triton")
+        y = experts_over_tokens(experts, x, slots, routing.weights, offsets, exchange=exchange, **options)
+        return y, routing
+    sent = dispatch(x, routing, via=via, kernels=elementwise(kernels), mesh=mesh)
+    rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, grad_into=grad_into)
+    y = combine(rows, sent)
+    return y if base is None else y + base, replace(routing, dropped=sent.dropped)
+
+
+@torch.compiler.disable  # a compiler may copy a buffer that other ranks write to
+def _through(via: rowwise, experts: Any, x: Tensor, routing: Routing, options: dict) -> tuple[Tensor, Tensor]:
+    places, offsets, dropped = via.plan(routing)
+    y = experts_over_tokens(experts, x, places, routing.weights, offsets, exchange=via, **options)
+    return y, dropped
 
 
 def feed_forward(

@@ -201,12 +201,14 @@ class rowwise:
 
     # --- As a transport ---------------------------------------------------------------
 
+    @torch.compiler.disable
     def dispatch(self, x: Tensor, routing: Routing, mesh: DeviceMesh | None) -> tuple:
         """As of :class:`moekit.Transport`, with the routes dropped."""
         self.check_mesh(mesh)
         places, offsets, dropped = self.plan(routing)
         return _Dispatch.apply(x, places, self), offsets, places, dropped
 
+    @torch.compiler.disable
     def combine(self, rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None) -> Tensor:
         """As of :class:`moekit.Transport`."""
         del mesh

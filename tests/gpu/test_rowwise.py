@@ -1,4 +1,4 @@
-"""Rows written straight to their experts' ranks through symmetric memory: ranks that share a GPU, and several."""
+"""Rows written straight to their experts, through the symmetric memory of ranks on one GPU and on several."""
 
 from functools import partial
 
