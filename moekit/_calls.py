@@ -10,6 +10,7 @@ Calls = dict[int, tuple["Call", ...]]
 NODE = 8
 """Ranks of a node, which are neighbours."""
 _POINT_TO_POINT = ("send", "recv", "wait")
+_BY_RANK = ("all_to_all", "put", "get")  # where a rank's rows may be any number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,8 @@ class Call:
     ----------
     op : str
         ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``reduce``,
-        ``gather``, ``scatter``, ``barrier``, ``send``, ``recv`` or ``wait``, however it was called.
+        ``gather``, ``scatter``, ``barrier``, ``send``, ``recv`` or ``wait``, however it was called; ``put``
+        and ``get`` of rows in other ranks' memory.
     group : tuple of int
         Global ranks of the process group, in its order.
     shapes, dtype
@@ -32,7 +34,7 @@ class Call:
     tag, message : int
         Of a send or receive; ``message`` counts those of a pair of ranks in a group and direction.
     sends, receives : tuple of int or None
-        Of an all_to_all: rows to and from each rank of the group.
+        Of an all_to_all: rows to and from each rank of the group; of a put or get: rows in its memory.
     n_bytes : int
         Of the tensors of ``shapes``.
     step : int
@@ -71,7 +73,7 @@ class Call:
                 continue
             if self.op in everyone:
                 yield other, everyone[self.op]
-            elif self.op == "all_to_all" and self.sends is not None and sum(self.sends):
+            elif self.op in _BY_RANK and self.sends is not None and sum(self.sends):
                 yield other, n * self.sends[i] / sum(self.sends)
             elif (self.op in ("broadcast", "scatter") and self.peer == rank) or (
                 self.op in ("send", "gather", "reduce") and self.peer == other
@@ -81,7 +83,7 @@ class Call:
     def _content(self) -> "Call":
         """Return what is equal on all members of a group."""
         shapes = self.shapes
-        if self.op == "all_to_all":
+        if self.op in _BY_RANK:
             shapes = tuple(shape[1:] for shape in shapes)
         return replace(self, shapes=shapes, sends=None, receives=None, n_bytes=0, step=0)
 

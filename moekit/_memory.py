@@ -7,12 +7,16 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+import torch
+
+from moekit._rowwise import layout as rowwise_buffers, rows_of_rank
 from moekit.config import ModelConfig, Stage
 from moekit.kernels.attention import D_HEADS
 from moekit.losses import tokens_per_chunk
 from moekit.params import param_shapes
 from moekit.plan import split_layers
 from moekit.schedules import Schedule, interleaved, one_f_one_b
+from moekit.symmetric import place
 
 CHUNK = 2**29  # logits that moekit.losses.cross_entropy holds at most
 BUCKET = 2**28  # bytes that moekit.shard_optimizer reduces at once
@@ -37,6 +41,8 @@ class Layout:
     recompute: str | Sequence[str] = "none"  # as for moekit.remat
     reduce: Literal["step", "micro_batch"] = "step"  # as for moekit.shard_optimizer
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of parameters and activations
+    via: Literal["all_to_all", "rowwise"] | None = None  # as for moekit.dispatch
+    capacity_factor: float | None = None  # as for moekit.rowwise
     attention_via: Literal["all_to_all", "all_gather"] | None = None  # as for moekit.model.forward
     optimize: bool = True  # False: forward and backward alone
 
@@ -47,6 +53,7 @@ class Layout:
             ("recompute", parts, known),
             ("reduce", [self.reduce], ("step", "micro_batch")),
             ("dtype", [self.dtype], ("bfloat16", "float32")),
+            ("via", [self.via], (None, "all_to_all", "rowwise")),
             ("attention_via", [self.attention_via], (None, "all_to_all", "all_gather")),
         ):
             if unknown := [x for x in given if x not in allowed]:
@@ -106,9 +113,11 @@ def memory_of(config: ModelConfig, layout: Layout) -> list[dict[str, int]]:
     - *activations*: what the forward keeps of every micro-batch in flight under the schedule, and of the one
       whose backward runs; with ``recompute="block"`` the input of each block;
     - *workspace*: what that moment takes beside them: a block made again and its gradients, the head's chunk
-      of logits, a bucket on its way.
+      of logits, a bucket on its way;
+    - with ``via="rowwise"``, *symmetric buffers*.
 
-    Routing is taken to be balanced: experts receive ``top_k`` times as many rows as a rank has tokens. Not
+    Routing is taken to be balanced: experts receive ``top_k`` times as many rows as a rank has tokens; with
+    ``via="rowwise"`` activations have room for as many as may come. Not
     counted are the device's context, buffers of NCCL and fragmentation.
 
     Parameters
@@ -121,7 +130,8 @@ def memory_of(config: ModelConfig, layout: Layout) -> list[dict[str, int]]:
     Returns
     -------
     list of dict
-        ``[place on pp]["parameters" | "optimizer state" | "gradients" | "activations" | "workspace"]``.
+        ``[place on pp]["parameters" | "optimizer state" | "gradients" | "activations" | "workspace" |
+        "symmetric buffers"]``.
 
     Examples
     --------
@@ -187,7 +197,24 @@ def _rank(config: ModelConfig, layout: Layout, stages: dict[int, Stage], ops) ->
         "gradients": fullest.gradients,
         "activations": fullest.activations,
         "workspace": fullest.workspace,
-    }
+    } | ({"symmetric buffers": _buffers(config, layout, stages)} if layout.via == "rowwise" else {})
+
+
+def _buffers(config: ModelConfig, layout: Layout, stages: dict[int, Stage]) -> int:
+    """Return the bytes that ranks write to and read from each other's memory, of `moekit.rowwise`."""
+    if not any(config.is_moe(i) for stage in stages.values() for i in stage.layers):
+        return 0
+    dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
+    rows = rows_for_experts(config, layout)
+    return place(rowwise_buffers(layout.ep, rows, config.d_model, config.n_experts, dtype))[1]
+
+
+def rows_for_experts(config: ModelConfig, layout: Layout) -> int:
+    """Return the rows that activations of a rank's experts have room for."""
+    tokens = layout.rows * layout.seq_len // layout.cp
+    if layout.via != "rowwise":
+        return tokens * config.top_k
+    return rows_of_rank(layout.ep, tokens, config.n_experts, config.top_k, layout.capacity_factor)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -350,13 +377,18 @@ class _Walk:
         c = self.config
         if not c.is_moe(i):
             return self.part_saved(self.size * 2 * c.d_dense)
-        return self.part_saved(self.experts_saved() + self.size * 2 * c.d_shared) + self.routing()
+        return self.part_saved(self.size * 2 * c.d_shared) + self.experts_saved() + self.routing()
+
+    @property
+    def copies_rows(self) -> bool:
+        """Say whether rows that travel are kept, for experts and for combine."""
+        return self.layout.ep > 1 and self.layout.via != "rowwise"
 
     def experts_saved(self) -> int:
-        """Return the bytes a token that experts keep: their first product, on several ranks rows twice."""
+        """Return the bytes that experts keep: their first product, and rows where they are copied."""
         c = self.config
-        rows = 2 * c.d_model if self.layout.ep > 1 else 0  # those for experts, and theirs for combine
-        return self.size * c.top_k * (2 * c.d_expert + rows)
+        rows = 2 * c.d_model if self.copies_rows else 0
+        return self.size * rows_for_experts(c, self.layout) * (2 * c.d_expert + rows)
 
     def routing(self) -> int:
         """Return the bytes of logits, scores and loads, of choices, weights and places."""
@@ -371,10 +403,12 @@ class _Walk:
         c, size, stream = self.config, self.size, self.stream
         moe = c.is_moe(i)
         d_hidden, held = (c.d_expert, c.n_experts // self.layout.ep) if moe else (c.d_dense, 1)
-        n_rows = self.tokens * (c.top_k if moe else 1)
+        n_rows = rows_for_experts(c, self.layout) if moe else self.tokens
         rows, hidden = size * n_rows * c.d_model, size * n_rows * d_hidden
+        if moe and self.layout.via == "rowwise":
+            rows = 0  # they are in its buffers
         weight = size * held * c.d_model * d_hidden  # of down; gate_up has two
-        travels = moe and self.layout.ep > 1
+        travels = moe and self.copies_rows
         # Hidden rows and down's gradient; what travels has taken the place of combine's rows.
         yield stream + hidden + weight + (rows if moe and not travels else 0)
         # All weights' gradients, and rows in expert order or their gradient.
@@ -383,5 +417,5 @@ class _Walk:
             yield 2 * stream + 2 * rows
         if self.layout.reduce == "micro_batch" or self.layout.n_microbatches == 1:
             # gate_up's gradient in float32, when all else of the part is gone.
-            saved = self.tokens * self.experts_saved() if moe else 2 * hidden
+            saved = self.experts_saved() if moe else 2 * hidden
             yield 2 * stream + (3 * weight + 4 * (2 * weight // size)) - saved

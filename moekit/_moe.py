@@ -79,7 +79,7 @@ def moe(
     return y if base is None else y + base, replace(routing, dropped=sent.dropped)
 
 
-@torch.compiler.disable  # a compiler may copy a buffer that other ranks write to
+@torch.compiler.disable()  # a compiler may copy a buffer that other ranks write to
 def _through(via: rowwise, experts: Any, x: Tensor, routing: Routing, options: dict) -> tuple[Tensor, Tensor]:
     places, offsets, dropped = via.plan(routing)
     y = experts_over_tokens(experts, x, places, routing.weights, offsets, exchange=via, **options)

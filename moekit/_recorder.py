@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from moekit._calls import Call
 from moekit._meta import MetaOps
+from moekit.symmetric import SHARED_BY
 from moekit.tree import held
 
 # What the names of operations begin with, underscores left out.
@@ -55,6 +56,7 @@ class _Known(NamedTuple):
     name: str
     ignored: bool
     communicates: bool
+    one_sided: bool  # writes to other ranks' memory, or reads it
     computes: bool
     makes: bool  # tensors that are no views of its arguments
 
@@ -113,6 +115,8 @@ class Recorder(TorchDispatchMode):
         out = self._ops(func, args, kwargs)
         if known.communicates:
             self._communicate(func._schema, args, kwargs, out)
+        if known.one_sided:
+            self._reach(func._schema, args, kwargs)
         if known.computes:
             self.flops[self.step] += _flops(func, args, kwargs, out)
         if known.makes:
@@ -127,6 +131,7 @@ class Recorder(TorchDispatchMode):
             name=name,
             ignored=name.startswith("prim::"),
             communicates=name.startswith(("c10d::", "_c10d_functional::")) and "::_wrap" not in name,
+            one_sided=name.startswith(("moekit::put", "moekit::get")),
             computes=func._schema.name in _FLOPS or func.overloadpacket in flop_registry,
             makes=any(x.alias_info is None for x in func._schema.returns),
         )
@@ -222,6 +227,27 @@ class Recorder(TorchDispatchMode):
                 fields["shapes"] = ()  # one tensor a rank, whose elements are what is split
         peer = None if root is None else ranks[root]
         self.calls.append(Call(op=op, group=ranks, reduce=reduce, peer=peer, step=self.step, **fields))
+
+    def _reach(self, schema, args, kwargs) -> None:
+        """Note rows put to other ranks or got from them, as many of each, as routing has no values."""
+        given = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | kwargs
+        mine, n_rows = given["mine"], given["places"].numel()
+        self.label("symmetric buffers", mine)
+        ranks = tuple(getattr(mine, SHARED_BY, ()))
+        if not ranks:  # one process
+            return
+        row, n = mine.shape[1:], len(ranks)
+        self.calls.append(
+            Call(
+                op=schema.name.partition("::")[2][:3],
+                group=ranks,
+                shapes=((n_rows, *row),),
+                dtype=str(mine.dtype).removeprefix("torch."),
+                sends=tuple((i + 1) * n_rows // n - i * n_rows // n for i in range(n)),
+                n_bytes=n_rows * row.numel() * mine.element_size(),
+                step=self.step,
+            )
+        )
 
     def _message(self, op: str, ranks: tuple[int, ...], tensors, peer: int | None, tag: int, out) -> None:
         peer = None if peer is None else ranks[peer]

@@ -19,7 +19,7 @@ from moekit._route import Routing
 from moekit.kernels.one_sided import get_each, get_sum, put, put_each
 from moekit.kernels.permute import gather_sum_backward
 from moekit.kernels.row_map import RowMap, row_map
-from moekit.symmetric import SymmetricMemory
+from moekit.symmetric import Layout, SymmetricMemory
 from moekit.tree import check_values
 
 Overflow = Literal["even", "score", "refuse"]
@@ -201,14 +201,14 @@ class rowwise:
 
     # --- As a transport ---------------------------------------------------------------
 
-    @torch.compiler.disable
+    @torch.compiler.disable()
     def dispatch(self, x: Tensor, routing: Routing, mesh: DeviceMesh | None) -> tuple:
         """As of :class:`moekit.Transport`, with the routes dropped."""
         self.check_mesh(mesh)
         places, offsets, dropped = self.plan(routing)
         return _Dispatch.apply(x, places, self), offsets, places, dropped
 
-    @torch.compiler.disable
+    @torch.compiler.disable()
     def combine(self, rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None) -> Tensor:
         """As of :class:`moekit.Transport`."""
         del mesh
@@ -237,9 +237,7 @@ def rows_of_rank(
     return math.ceil(capacity_factor * n_tokens * top_k)
 
 
-def layout(
-    n_ranks: int, capacity: int, d_model: int, n_experts: int, dtype: torch.dtype
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def layout(n_ranks: int, capacity: int, d_model: int, n_experts: int, dtype: torch.dtype) -> Layout:
     """Return shape and dtype of each buffer of a rank."""
     wide = torch.promote_types(dtype, torch.float32)
     return {

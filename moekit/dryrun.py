@@ -371,7 +371,10 @@ def _groups(place: tuple[int, ...]) -> list[tuple]:
 
 # --- Tables ---------------------------------------------------------------------------
 
-_KINDS = ("parameters", "optimizer state", "gradients", "activations", "backward", "temporaries", "other")
+_KINDS = (
+    *("parameters", "optimizer state", "gradients", "activations", "backward", "symmetric buffers"),
+    *("temporaries", "other"),
+)
 
 
 def _order(kind: str) -> tuple[int, str]:

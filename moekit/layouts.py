@@ -241,6 +241,8 @@ def _problems(config: ModelConfig, layout: Layout, n_gpus: int) -> Iterator[str]
         yield f"cp must divide the edp * ep ranks that share a batch: cp={at.cp}, {n} ranks"
     if at.cp > 1 and at.seq_len % (2 * at.cp):
         yield f"2 * cp must divide seq_len: cp={at.cp}, seq_len={at.seq_len}"
+    if at.capacity_factor is not None and at.via != "rowwise":
+        yield f"capacity_factor={at.capacity_factor} needs via='rowwise', got via={at.via!r}; leave it out"
     if at.attention_via is not None and at.cp == 1:
         yield f"attention_via={at.attention_via!r} needs cp > 1, got cp=1; leave it out"
     if at.attention_via == "all_to_all" and c.n_heads % at.cp:

@@ -23,7 +23,11 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from moekit.tree import has_values
+
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each tensor, by name
 ALIGNMENT = 128  # bytes, of each tensor
+SHARED_BY = "moekit_shared_by"  # attribute of a tensor in a dry run: the global ranks that share it
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +37,15 @@ class Shared:
     mine: Tensor
     peers: tuple[Tensor, ...]  # of every rank, this one's included
     addresses: Int[Tensor, " R"]  # int64, of every rank's tensor in this process, on its device
+
+
+def place(layout: Layout) -> tuple[dict[str, int], int]:
+    """Return where each tensor of a layout begins, and the bytes of all."""
+    places, end = {}, 0
+    for name, (shape, dtype) in layout.items():
+        places[name] = end
+        end += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return places, max(end, ALIGNMENT)
 
 
 class SymmetricMemory:
@@ -66,21 +79,20 @@ class SymmetricMemory:
 
     def __init__(
         self,
-        layout: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        layout: Layout,
         *,
         mesh: DeviceMesh | None,
         device: torch.device,
     ):
-        places, end = {}, 0
-        for name, (shape, dtype) in layout.items():
-            places[name] = end
-            end += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        self.n_bytes = max(end, ALIGNMENT)
+        places, self.n_bytes = place(layout)
         self.size = 1 if mesh is None else mesh.size()
         self.rank = 0 if mesh is None else mesh.get_local_rank()
-        if mesh is not None and self.size > 1:
+        without_values = not has_values(torch.empty(0, device=device))  # in a dry run
+        if mesh is not None and self.size > 1 and not without_values:
             _check_alike(layout, mesh)
-        make = _on_one if self.size == 1 else _on_cuda if device.type == "cuda" else _on_cpus
+        make = _on_cuda if device.type == "cuda" else _on_cpus
+        if self.size == 1 or without_values:
+            make = _without_peers
         arenas, self._barrier = make(self.n_bytes, mesh, device)
         arenas[self.rank].zero_()
         self.tensors: dict[str, Shared] = {}
@@ -89,6 +101,8 @@ class SymmetricMemory:
             peers = tuple(a[places[name] :][:n].view(dtype).view(shape) for a in arenas)
             at = torch.tensor([a.data_ptr() + places[name] for a in arenas], dtype=torch.int64)
             self.tensors[name] = Shared(peers[self.rank], peers, at.to(device))
+            if without_values and mesh is not None:
+                setattr(peers[self.rank], SHARED_BY, dist.get_process_group_ranks(mesh.get_group()))
         self.barrier()  # zeros are there before anyone writes
 
     def barrier(self) -> None:
@@ -96,7 +110,7 @@ class SymmetricMemory:
         self._barrier()
 
 
-def _check_alike(layout: dict, mesh: DeviceMesh) -> None:
+def _check_alike(layout: Layout, mesh: DeviceMesh) -> None:
     layouts: list = [None] * mesh.size()
     dist.all_gather_object(layouts, layout, group=mesh.get_group())
     if different := [rank for rank, other in enumerate(layouts) if other != layout]:
@@ -109,9 +123,13 @@ def _check_alike(layout: dict, mesh: DeviceMesh) -> None:
 # Each returns the bytes of every rank as a tensor here, and a barrier.
 
 
-def _on_one(n_bytes: int, mesh: DeviceMesh | None, device: torch.device) -> tuple[list[Tensor], Callable]:
-    del mesh
-    return [torch.empty(n_bytes, dtype=torch.uint8, device=device)], lambda: None
+def _without_peers(
+    n_bytes: int, mesh: DeviceMesh | None, device: torch.device
+) -> tuple[list[Tensor], Callable]:
+    mine = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+    if mesh is None or mesh.size() == 1:
+        return [mine], lambda: None
+    return [mine] * mesh.size(), partial(dist.barrier, mesh.get_group())  # a dry run notes that one waits
 
 
 def _on_cuda(n_bytes: int, mesh: DeviceMesh | None, device: torch.device) -> tuple[list[Tensor], Callable]:

@@ -46,6 +46,8 @@ class Config:
     warmup_steps: int = 10
     ep: int = 1  # ranks that share one copy of the experts
     cp: int = 1  # ranks that share a row
+    via: Literal["all_to_all", "rowwise"] | None = None  # how rows travel to their experts
+    capacity_factor: float | None = None  # of rowwise; by default there is room for all
     attention_via: Literal["all_to_all", "all_gather"] | None = None  # over heads, or keys; by default heads
     seed: int = 0
     toy: bool = False  # the same code at a width for a laptop, in float32
@@ -83,7 +85,16 @@ def build():
     held: dict[str, Any] = dict(params=params, state=optimizer.init(params) if cfg.optimize else None)
 
     block = mk.remat(mk.model.transformer_block, cfg.recompute)
-    options = dict(config=model, assignment=cfg.assignment, block=block, attention_via=cfg.attention_via)
+    via = cfg.via
+    if via == "rowwise":
+        via = mk.rowwise(
+            None if mesh is None else mesh["ep"], n_tokens=layout.rows * cfg.seq_len // cfg.cp,
+            d_model=model.d_model, n_experts=model.n_experts, top_k=model.top_k, dtype=dtype,
+            capacity_factor=cfg.capacity_factor, device=device,
+        )  # fmt: skip
+    options = dict(
+        config=model, assignment=cfg.assignment, via=via, block=block, attention_via=cfg.attention_via
+    )
     loss_fn = partial(mk.next_token_loss, **options, context=context, mesh=mesh)
     grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), layout.n_microbatches)
     base_key = mk.random.make_key(cfg.seed, device)

@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -64,6 +65,8 @@ def train_step(
     recompute="none",
     reduce="step",
     rows=None,
+    via=None,
+    capacity_factor=None,
 ):
     """Make a whole training step in bfloat16, as a recipe does."""
     mesh = mk.make_mesh(edp=edp, ep=ep, device="cpu") if edp * ep > 1 else None
@@ -72,7 +75,14 @@ def train_step(
     optimizer = mk.shard_optimizer(optimizer, reduce=reduce, mesh=mesh)
     state = optimizer.init(params)
     block = mk.remat(mk.model.transformer_block, recompute)
-    via = static_transport(rows(rank)) if rows else None
+    if rows:
+        via = static_transport(rows(rank))
+    elif via == "rowwise":
+        sizes = dict(d_model=config.d_model, n_experts=config.n_experts, top_k=config.top_k)
+        n_tokens = b // n_microbatches * s
+        via = mk.rowwise(
+            None if mesh is None else mesh["ep"], n_tokens=n_tokens, capacity_factor=capacity_factor, **sizes
+        )
     loss = partial(mk.next_token_loss, config=config, block=block, via=via, mesh=mesh)
     grad_fn = mk.value_and_grad(loss, has_aux=True)
     grad_fn = mk.accumulate(grad_fn, n_microbatches, on_grad=optimizer.on_grad)
@@ -677,6 +687,23 @@ def test_ranks_must_be_of_the_world(ranks):
         dry_run(lambda rank: lambda: None, 2, ranks=ranks)
     with pytest.raises(ValueError, match=r"n_processes >= 1, got 0"):
         dry_run(lambda rank: lambda: None, 2, n_processes=0)
+
+
+def test_rows_that_are_put_and_got_are_seen_with_their_bytes_and_buffers():
+    step = partial(train_step, ep=4, b=1, s=64, via="rowwise", capacity_factor=1.25)
+    records = [record(step, rank=rank, world_size=4) for rank in range(4)]
+    assert not compare(records)
+    calls = Counter(call.op for call in records[0].calls if call.step == 2)
+    layers = SMALL.n_moe_layers
+    # Forward: counts, rows and weights; backward: gradients and weights, rows again.
+    assert (calls["put"], calls["get"]) == (6 * layers, 3 * layers)
+    assert calls["barrier"] == 7 * layers and not calls["all_to_all"]
+    rows = 64 * SMALL.top_k
+    put = [call for call in records[0].calls if call.op == "put" and call.shapes == ((rows, SMALL.d_model),)]
+    assert {call.n_bytes for call in put} == {2 * rows * SMALL.d_model}
+    assert {sum(n for _, n in call.bytes_to(0)) for call in put} == {0.75 * 2 * rows * SMALL.d_model}
+    capacity = math.ceil(1.25 * rows)
+    assert records[0].memory["symmetric buffers"] >= 2 * 2 * capacity * SMALL.d_model
 
 
 def test_static_rows_must_be_those_of_the_tokens():

@@ -261,6 +261,8 @@ DRY = [  # rank of 8, options of a step of bench-8L with 8 experts
     (0, dict(ep=8, b=1, n_microbatches=2, recompute="block")),
     (3, dict(edp=2, ep=4, b=1, n_microbatches=2, recompute=("ffn",), reduce="micro_batch")),
     (7, dict(edp=8, ep=1, b=1, n_microbatches=2, recompute="block")),
+    (0, dict(ep=8, b=2, via="rowwise", capacity_factor=1.25)),
+    (3, dict(edp=2, ep=4, b=1, n_microbatches=2, recompute="block", via="rowwise")),
     (0, dict(pp=4, v=1, edp=1, ep=2, b=1, n_microbatches=8, recompute="none")),
     (4, dict(pp=4, v=1, edp=1, ep=2, b=1, n_microbatches=8, recompute="none")),
     (4, dict(pp=2, v=2, edp=2, ep=2, b=1, n_microbatches=4, recompute="block")),
