@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 DENSE, COPY = "dense ceiling", "copy ceiling"
 
@@ -85,7 +86,7 @@ def measure(
         Name and reason of candidates that could not be made; they become results beside the others.
     rounds, slot : int, float
         In each round each candidate runs for ``slot`` seconds, and three times at least, after one run that
-        is not timed.
+        is not timed; where ranks measure together, as often as rank 0 does.
 
     Returns
     -------
@@ -115,16 +116,10 @@ def measure(
 
 def _slot(run: Callable[[], object], slot: float, device: str) -> tuple[list[float], int]:
     """Return the seconds of each run that fits into the slot, and the bytes that a run allocates."""
-    if device != "cuda":
-        run()
-        found, end = [], time.perf_counter() + slot
-        while len(found) < 3 or time.perf_counter() < end:
-            start = time.perf_counter()
-            run()
-            found.append(time.perf_counter() - start)
-        return found, 0
 
     def timed(n: int) -> list[float]:
+        if device != "cuda":
+            return [_seconds(run) for _ in range(n)]
         events = [
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(n)
         ]
@@ -135,13 +130,31 @@ def _slot(run: Callable[[], object], slot: float, device: str) -> tuple[list[flo
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in events]
 
-    torch.cuda.empty_cache()  # what another candidate left there could make this one wait for memory
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    before = peak = 0
+    if device == "cuda":
+        torch.cuda.empty_cache()  # what another candidate left there could make this one wait for memory
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
     timed(1)
-    peak = torch.cuda.max_memory_allocated() - before
+    if device == "cuda":
+        peak = torch.cuda.max_memory_allocated() - before
     found = timed(3)
-    return found + timed(int(slot / statistics.median(found)) - 3), peak
+    return found + timed(_agreed(int(slot / statistics.median(found)) - 3, device)), peak
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _agreed(n: int, device: str) -> int:
+    """Return what rank 0 says, where ranks measure together."""
+    if not dist.is_initialized():
+        return n
+    agreed = torch.tensor(n, device=device)
+    dist.broadcast(agreed, 0)
+    return int(agreed)
 
 
 def _results(
@@ -260,7 +273,9 @@ def _started() -> float:
 
 
 def say(text: str) -> None:
-    """Print a line of progress with the seconds since the first."""
+    """Print a line of progress with the seconds since the first, on rank 0."""
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
     print(f"[{time.perf_counter() - _started():6.1f} s] {text}", flush=True)
 
 

@@ -62,6 +62,8 @@ class rowwise:
     ----------
     capacity : int
         Rows that a rank has room for.
+    memory : SymmetricMemory
+        The buffers.
     n_bytes : int
         Of this rank's buffers.
 
@@ -100,16 +102,16 @@ class rowwise:
             device = "cpu" if mesh is None else mesh.device_type
         if device == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-        self._memory = SymmetricMemory(
+        self.memory = SymmetricMemory(
             layout(size, self.capacity, d_model, n_experts, dtype), mesh=mesh, device=torch.device(device)
         )
-        self.n_bytes = self._memory.n_bytes
+        self.n_bytes = self.memory.n_bytes
         self._in_use: set[str] = set()  # buffers of which some rank may not be done
 
         at = torch.arange(n_experts, device=device)
         n = size * n_experts  # where this rank's counts are on each rank
         ranks = torch.arange(size, device=device)[:, None]
-        self._places_of_counts = ranks * n + self._memory.rank * n_experts + at
+        self._places_of_counts = ranks * n + self.memory.rank * n_experts + at
 
     # --- A layer on its way: in this order, on all ranks ------------------------------
 
@@ -121,12 +123,12 @@ class rowwise:
                 f"{routing.n_experts} and {routing.expert_ids.shape[1]}; make another"
             )
         counts = self._claim("counts")
-        everyone = routing.counts.expand(self._memory.size, -1)
+        everyone = routing.counts.expand(self.memory.size, -1)
         put_each(everyone, self._places_of_counts, counts, kernels=self.kernels)
         self._meet("counts")
-        matrix = counts.mine.view(self._memory.size, self.n_experts)
+        matrix = counts.mine.view(self.memory.size, self.n_experts)
         if self.overflow == "refuse":
-            wanted = matrix.sum(0).view(self._memory.size, -1).sum(1).max()
+            wanted = matrix.sum(0).view(self.memory.size, -1).sum(1).max()
             check_values(
                 wanted <= self.capacity,
                 "rowwise",
@@ -137,7 +139,7 @@ class rowwise:
         return row_map(
             routing.expert_ids,
             matrix,
-            rank=self._memory.rank,
+            rank=self.memory.rank,
             capacity=self.capacity,
             priority=routing.weights.detach() if self.overflow == "score" else None,
             kernels=self.kernels,
@@ -155,9 +157,9 @@ class rowwise:
         rows = self._claim("rows in")
         put(x, places, rows, kernels=self.kernels)
         if weights is not None:
-            put_each(weights, places, self._memory.tensors["weights in"], kernels=self.kernels)
+            put_each(weights, places, self.memory.tensors["weights in"], kernels=self.kernels)
         self._meet("rows in")
-        return rows.mine, None if weights is None else self._memory.tensors["weights in"].mine
+        return rows.mine, None if weights is None else self.memory.tensors["weights in"].mine
 
     def fetch(
         self,
@@ -173,7 +175,7 @@ class rowwise:
         ``rows`` are copied unless they are what :meth:`outgoing` gave.
         """
         out = self._claim("rows out")
-        numbers = self._memory.tensors["weights out"]
+        numbers = self.memory.tensors["weights out"]
         if rows is not None and rows is not out.mine:
             out.mine.copy_(rows)
         if each is not None:
@@ -192,11 +194,11 @@ class rowwise:
         """Return a buffer that no rank reads any more."""
         if name in self._in_use:
             self._meet()
-        return self._memory.tensors[name]
+        return self.memory.tensors[name]
 
     def _meet(self, *in_use: str) -> None:
         """Wait for all ranks, on the device; then ``in_use`` is read."""
-        self._memory.barrier()
+        self.memory.barrier()
         self._in_use = set(in_use)
 
     # --- As a transport ---------------------------------------------------------------
@@ -217,7 +219,7 @@ class rowwise:
     def check_mesh(self, mesh: DeviceMesh | None) -> None:
         """Raise for ranks other than those whose memory this is."""
         size = 1 if mesh is None else mesh.size()
-        if self._memory.size != size or (size > 1 and mesh != self.mesh):
+        if self.memory.size != size or (size > 1 and mesh != self.mesh):
             raise ValueError(f"rowwise was made for the ranks of {self.mesh}, got {mesh}; make another")
 
 

@@ -80,7 +80,7 @@ def hurried(fault, n_runs, device="cpu"):
     elif fault == "nobody waits for the counts":
         via._meet = lambda *names: None if names == ("counts",) else meet(*names)
     elif fault == "nobody waits before sending again":
-        via._claim = slow(lambda name: via._memory.tensors[name])
+        via._claim = slow(lambda name: via.memory.tensors[name])
     params, leaves = make_params(8, dtype, device=device)
     outputs = []
     for _ in range(n_runs):

@@ -1,6 +1,7 @@
 """The benchmarks at tiny shapes on a CPU: what they write, and what they say of candidates that fail."""
 
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -126,3 +127,24 @@ def test_kernels_are_timed_by_the_bytes_that_they_move(tmp_path):
     assert moved == pytest.approx((1 + 4) * 32 * 16 * 2 + 32 * 4 * 8)
     assert results["scatter"]["of_copy"] > 0
     assert cfg.plot.stat().st_size > 0
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_dispatch_compares_transports_on_any_number_of_ranks(n_ranks, tmp_path):
+    sizes = "--tokens 32 --d-model 16 --d-expert 8 --n-experts 4 --rounds 1 --slot 0.001".split()
+    file = tmp_path / "dispatch.json"
+    launcher = [sys.executable]
+    if n_ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n_ranks)]
+    script = Path(__file__).parent.parent / "benchmarks" / "dispatch.py"
+    done = subprocess.run(
+        [*launcher, str(script), *sizes, "--json", str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(file.read_text())
+    results = {r["name"]: r for r in record["results"]}
+    assert record["ranks"] == n_ranks and not [r for r in results.values() if r["error"]]
+    assert {"put", "get", "counts and row map", "layer, rowwise", "layer, all_to_all"} <= results.keys()
+    assert ("copy to the next rank" in results) == (n_ranks > 1)
+    moved = results["put"]["bytes_per_second"] * results["put"]["seconds"] / (16 * 4)  # rows
+    assert moved == pytest.approx(32 * 5) if n_ranks == 1 else 0 < moved < 32 * 4

@@ -1,0 +1,166 @@
+r"""How fast rows travel: each transport against the link, the row map, and a layer under each.
+
+    python benchmarks/dispatch.py --json docs/results/dispatch.json            # one GPU
+    torchrun --nproc-per-node 2 benchmarks/dispatch.py --json docs/results/dispatch_2.json
+
+Every rank sends the rows of tokens that are routed at random, and gets them back summed. On one GPU the
+ceiling is a device copy of the same bytes. On several it is what each rank copies into the next one's memory
+while the one before does the same to it, and only rows that leave a rank count. A layer is forward and
+backward of :func:`moekit.moe`; its rate is that of its products.
+
+What is timed alone (``put``, ``get``, ``row map``) is replayed from a CUDA graph, without barriers; ``send``
+and ``fetch`` have theirs.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from measure import COPY, Candidate, environment, graphed, measure, plot, say, table, write_json
+from torch import Tensor
+
+import moekit as mk
+from moekit.kernels.one_sided import get_sum, put
+from moekit.kernels.row_map import row_map
+from moekit.mesh import world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What is measured."""
+
+    tokens: int = 16384  # of a rank
+    d_model: int = 4096
+    d_expert: int = 4096
+    n_experts: int = 8  # over all ranks
+    top_k: int = 4
+    capacity_factor: float = 1.25
+    map_experts: int = 128  # of the row map
+    map_ranks: int = 8
+    transports: tuple[str, ...] = ("local", "all_to_all", "rowwise")  # of the layer
+    calls: int = 10  # in a CUDA graph
+    rounds: int = 3
+    slot: float = 0.25  # seconds a candidate and round
+    json: Path | None = None
+    plot: Path | None = None
+
+
+Candidates = dict[str, Candidate]
+
+
+def main(cfg: Config) -> None:
+    """Measure on all ranks at once and write what rank 0 found."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    mesh = mk.make_mesh(ep=world_size())
+    ep = None if mesh is None else mesh["ep"]
+    rank, size = (0, 1) if ep is None else (ep.get_local_rank(), ep.size())
+    torch.manual_seed(rank)
+    x = torch.randn(cfg.tokens, cfg.d_model, device=device, dtype=dtype)
+    params = make_layer(cfg, size, device, dtype)
+    via = mk.rowwise(
+        ep, n_tokens=cfg.tokens, d_model=cfg.d_model, n_experts=cfg.n_experts, top_k=cfg.top_k, dtype=dtype,
+        capacity_factor=cfg.capacity_factor, device=device,
+    )  # fmt: skip
+    alone = partial(graphed, calls=cfg.calls) if device == "cuda" else lambda run: run
+    calls = cfg.calls if device == "cuda" else 1
+    candidates = {
+        **rows(via, mk.route(params["router"], x, top_k=cfg.top_k), x, alone, calls),
+        **maps(cfg, device, alone, calls),
+        **layers(cfg, params, x, ep, via),
+    }
+    results = measure(candidates, device=device, rounds=cfg.rounds, slot=cfg.slot)
+    if size > 1:  # the copy within a device is no ceiling of what leaves it
+        results = [r for r in results if r.name != COPY]
+        link = next(r for r in results if r.name == "copy to the next rank").bytes_per_second
+        for result in results:
+            result.of_copy = result.bytes_per_second and link and result.bytes_per_second / link
+    if rank == 0:
+        title = f"{size} ranks, {cfg.tokens} tokens each of width {cfg.d_model}, E = {cfg.n_experts}"
+        say(f"{title}\n{table(results)}")
+        record: dict[str, Any] = dict(environment=environment(device), config=asdict(cfg), ranks=size)
+        write_json(cfg.json, record | dict(results=results))
+        plot(cfg.plot, {title: results}, rate="bytes")
+    if mesh is not None:
+        dist.destroy_process_group()
+
+
+def make_layer(cfg: Config, size: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Return a layer's parameters as a rank holds them."""
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(shape, device=device, dtype=dtype) * shape[-2] ** -0.5).requires_grad_()
+
+    e, d, h = cfg.n_experts // size, cfg.d_model, cfg.d_expert
+    router = torch.randn(d, cfg.n_experts, generator=torch.Generator().manual_seed(0)) * d**-0.5
+    experts = dict(gate_up=normal(e, d, 2 * h), down=normal(e, h, d))
+    return dict(router=router.to(device).requires_grad_(), experts=experts)
+
+
+def rows(
+    via: mk.rowwise, routing: mk.Routing, x: Tensor, alone: Callable[[Callable], Callable], calls: int
+) -> Candidates:
+    """Return what moves rows; bytes are those read and written, on several ranks those that leave."""
+    memory = via.memory
+    places = via.plan(routing).places
+    there, back = memory.tensors["rows in"], memory.tensors["rows out"]
+    row = x.shape[1] * x.element_size()
+    if memory.size == 1:
+        moved = len(x) * row + int((places >= 0).sum()) * row
+    else:
+        here = (places >= 0) & (places // via.capacity == memory.rank)
+        moved = int(((places >= 0) & ~here).sum()) * row
+
+    def send() -> None:
+        via.send(x, places)
+
+    def fetch() -> None:
+        via.fetch(via.outgoing(), places)
+
+    found = {
+        "put": Candidate(run=alone(lambda: put(x, places, there)), bytes=moved, calls=calls),
+        "get": Candidate(run=alone(lambda: get_sum(back, places)), bytes=moved, calls=calls),
+        "send": Candidate(run=send, bytes=moved),
+        "fetch": Candidate(run=fetch, bytes=moved),
+        "counts and row map": Candidate(run=lambda: via.plan(routing)),
+        "barrier": Candidate(run=memory.barrier),
+    }
+    if memory.size > 1:
+        after = there.peers[(memory.rank + 1) % memory.size]
+        run = partial(after.copy_, back.mine)
+        found = {"copy to the next rank": Candidate(run=run, bytes=back.mine.nbytes)} | found
+    return found
+
+
+def maps(cfg: Config, device: str, alone: Callable[[Callable], Callable], calls: int) -> Candidates:
+    """Return the row map of one rank of many, from counts that are there."""
+    ids = torch.rand(cfg.tokens, cfg.map_experts, device=device).topk(cfg.top_k).indices
+    mine = torch.bincount(ids.flatten(), minlength=cfg.map_experts)
+    run = partial(row_map, ids, mine.repeat(cfg.map_ranks, 1), rank=0, capacity=ids.numel())
+    return {f"row map, E = {cfg.map_experts}, {cfg.map_ranks} ranks": Candidate(run=alone(run), calls=calls)}
+
+
+def layers(cfg: Config, params: dict[str, Any], x: Tensor, ep: Any, via: mk.rowwise) -> Candidates:
+    """Return forward and backward of a layer under each transport that these ranks can take."""
+    leaves = [params["router"], *params["experts"].values()]
+    tokens, grad = x.clone().requires_grad_(), torch.randn_like(x)
+
+    def step(via: Any) -> None:
+        y, _ = mk.moe(params, tokens, top_k=cfg.top_k, via=via, mesh=ep)
+        torch.autograd.grad(y, [tokens, *leaves], grad)
+
+    flops = 18 * cfg.tokens * cfg.top_k * cfg.d_model * cfg.d_expert
+    names = [name for name in cfg.transports if name != "local" or ep is None or ep.size() == 1]
+    return {
+        f"layer, {name}": Candidate(run=partial(step, via if name == "rowwise" else name), flops=flops)
+        for name in names
+    }
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))
