@@ -41,7 +41,7 @@ class Layout:
     recompute: str | Sequence[str] = "none"  # as for moekit.remat
     reduce: Literal["step", "micro_batch"] = "step"  # as for moekit.shard_optimizer
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of parameters and activations
-    via: Literal["all_to_all", "rowwise"] | None = None  # as for moekit.dispatch
+    via: Literal["all_to_all", "rowwise", "deepep"] | None = None  # as for moekit.dispatch
     capacity_factor: float | None = None  # as for moekit.rowwise
     attention_via: Literal["all_to_all", "all_gather"] | None = None  # as for moekit.model.forward
     optimize: bool = True  # False: forward and backward alone
@@ -53,7 +53,7 @@ class Layout:
             ("recompute", parts, known),
             ("reduce", [self.reduce], ("step", "micro_batch")),
             ("dtype", [self.dtype], ("bfloat16", "float32")),
-            ("via", [self.via], (None, "all_to_all", "rowwise")),
+            ("via", [self.via], (None, "all_to_all", "rowwise", "deepep")),
             ("attention_via", [self.attention_via], (None, "all_to_all", "all_gather")),
         ):
             if unknown := [x for x in given if x not in allowed]:

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from moekit._route import Routing
+from moekit.config import ModelConfig
 from moekit.kernels.one_sided import get_each, get_sum, put, put_each
 from moekit.kernels.permute import gather_sum_backward
 from moekit.kernels.row_map import RowMap, row_map
@@ -112,6 +113,12 @@ class rowwise:
         n = size * n_experts  # where this rank's counts are on each rank
         ranks = torch.arange(size, device=device)[:, None]
         self._places_of_counts = ranks * n + self.memory.rank * n_experts + at
+
+    @classmethod
+    def of(cls, config: ModelConfig, mesh: DeviceMesh | None, **options: Any) -> "rowwise":
+        """Make one for the layers of a model; ``options`` are the others, ``n_tokens`` among them."""
+        sizes = dict(d_model=config.d_model, n_experts=config.n_experts, top_k=config.top_k)
+        return cls(mesh, **sizes, **options)
 
     # --- A layer on its way: in this order, on all ranks ------------------------------
 

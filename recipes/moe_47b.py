@@ -85,16 +85,12 @@ def build():
     held: dict[str, Any] = dict(params=params, state=optimizer.init(params) if cfg.optimize else None)
 
     block = mk.remat(mk.model.transformer_block, cfg.recompute)
-    via = cfg.via
-    if via == "rowwise":
-        via = mk.rowwise(
-            None if mesh is None else mesh["ep"], n_tokens=layout.rows * cfg.seq_len // cfg.cp,
-            d_model=model.d_model, n_experts=model.n_experts, top_k=model.top_k, dtype=dtype,
-            capacity_factor=cfg.capacity_factor, device=device,
-        )  # fmt: skip
-    options = dict(
-        config=model, assignment=cfg.assignment, via=via, block=block, attention_via=cfg.attention_via
-    )
+    options: dict[str, Any] = dict(config=model, assignment=cfg.assignment, block=block)
+    options |= dict(via=cfg.via, attention_via=cfg.attention_via)
+    if cfg.via == "rowwise":
+        ep = None if mesh is None else mesh["ep"]
+        sizes = dict(n_tokens=layout.rows * cfg.seq_len // cfg.cp, capacity_factor=cfg.capacity_factor)
+        options["via"] = mk.rowwise.of(model, ep, **sizes, dtype=dtype, device=device)
     loss_fn = partial(mk.next_token_loss, **options, context=context, mesh=mesh)
     grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), layout.n_microbatches)
     base_key = mk.random.make_key(cfg.seed, device)

@@ -29,7 +29,8 @@ def fixed(ids, scores):
 def part(r, at):
     """Return the Routing of some of its tokens."""
     counts = torch.bincount(r.expert_ids[at].flatten(), minlength=E)
-    return mk.Routing(**{name: x[at] for name, x in vars(r).items() if name != "counts"}, counts=counts)
+    of_tokens = {name: x[at] for name, x in vars(r).items() if name not in ("counts", "dropped")}
+    return mk.Routing(**of_tokens, counts=counts)
 
 
 def renumbered(documents):

@@ -78,11 +78,8 @@ def train_step(
     if rows:
         via = static_transport(rows(rank))
     elif via == "rowwise":
-        sizes = dict(d_model=config.d_model, n_experts=config.n_experts, top_k=config.top_k)
-        n_tokens = b // n_microbatches * s
-        via = mk.rowwise(
-            None if mesh is None else mesh["ep"], n_tokens=n_tokens, capacity_factor=capacity_factor, **sizes
-        )
+        ep = None if mesh is None else mesh["ep"]
+        via = mk.rowwise.of(config, ep, n_tokens=b // n_microbatches * s, capacity_factor=capacity_factor)
     loss = partial(mk.next_token_loss, config=config, block=block, via=via, mesh=mesh)
     grad_fn = mk.value_and_grad(loss, has_aux=True)
     grad_fn = mk.accumulate(grad_fn, n_microbatches, on_grad=optimizer.on_grad)
