@@ -317,7 +317,7 @@ def table(results: Sequence[Result]) -> str:
         ("of copy", lambda r: r.of_copy, ".3f"),
         ("tokens/s", lambda r: r.tokens_per_second, ",.0f"),
         ("idle %", lambda r: r.idle and 100 * r.idle, ".2f"),
-        ("peak GiB", lambda r: r.peak_bytes and r.peak_bytes / 2**30, ".2f"),
+        ("GiB added", lambda r: r.peak_bytes and r.peak_bytes / 2**30, ".2f"),
         ("timed", lambda r: r.n_timed, "d"),
     ]
     columns = [column for column in columns if any(column[1](result) for result in results)]
