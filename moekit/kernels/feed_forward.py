@@ -34,7 +34,7 @@ class _FeedForward(torch.autograd.Function):
     def forward(ctx, x, gate_up, down):
         gated = x.reshape(-1, x.shape[-1]) @ gate_up
         ctx.save_for_backward(x, gated, gate_up, down)
-        return (swiglu_forward(gated, None, None, kernels="triton") @ down).view(*x.shape[:-1], -1)
+        return (swiglu_forward(gated, None, None, kernels="triton") @ down).view(*x.shape[:-1], down.shape[1])
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
