@@ -336,8 +336,13 @@ def table(results: Sequence[Result]) -> str:
 
 
 def write_json(path: Path | None, record: Mapping[str, Any]) -> None:
-    """Write a record, whose results may be :class:`Result`, over the file; without a path do nothing."""
+    """Write a record, whose results may be :class:`Result`, over the file; without a path do nothing.
+
+    Where it and its plot were written to is left out of its ``config``.
+    """
     if path is not None:
+        config = {k: v for k, v in record.get("config", {}).items() if k not in ("json", "plot")}
+        record = {**record, "config": config} if "config" in record else record
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
             json.dumps(record, indent=1, default=lambda z: asdict(z) if isinstance(z, Result) else str(z))

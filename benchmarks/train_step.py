@@ -19,7 +19,7 @@ router, which is all but even on a model that has not been trained; the rest is 
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +277,7 @@ def timed(
 parts = {"forward_backward": compare, "experts": compare_experts, "whole_step": whole_step}
 record = dict(
     environment=environment(device, (*peers.PACKAGES, "flash-attn-4")),
-    config=replace(cfg, json=None, plot=None).__dict__,
+    config=asdict(cfg),
     parts={},
 )
 for name in cfg.parts:
