@@ -84,6 +84,16 @@ def test_check_kernel_names_what_a_kernel_gets_wrong(op, message):
         check_kernel(op)
 
 
+def wraps_at_16_bits(experts, rows, offsets):
+    out = LOOP(experts, rows, offsets)
+    return torch.cat([out[: 2**16], 0 * out[2**16 :]])
+
+
+def test_check_kernel_sees_a_single_wrong_row_among_many_in_bfloat16():
+    with pytest.raises(AssertionError, match=r"output \(65,537 rows, .*relative error 1.0e\+00"):
+        check_kernel(wraps_at_16_bits, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int32])
 def test_check_kernel_says_which_dtypes_it_has_tolerances_for(dtype):
     dtypes = r"\['torch.float64', 'torch.float32', 'torch.bfloat16'\]"
