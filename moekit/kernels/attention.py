@@ -184,7 +184,12 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> tuple
 
 @_forward_op.register_fake
 def _out_like(q, k, v, starts):
-    return torch.empty_like(q), q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
+    return _like(q), q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
+
+
+def _like(x: Tensor) -> Tensor:
+    """Return memory laid out as ``x``, but for features, which are always neighbours."""
+    return torch.empty_like(x) if x.stride(-1) == 1 else x.new_empty(x.shape)
 
 
 @operator("moekit::causal_attention_backward")
@@ -225,7 +230,7 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _gradients_like(grad, q, k, v, out, lse, starts, ends):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return _like(q), _like(k), _like(v)
 
 
 def _flash_attn_4() -> Any:

@@ -10,6 +10,8 @@ _BLOCK = 4096
 
 def scaled(x: Tensor, by: Tensor, dtype: torch.dtype, *, kernels: str = "auto") -> Tensor:
     """Return ``x * by`` in another dtype, in one pass; ``by`` is 0-d. Not differentiable."""
+    if by.ndim:
+        raise ValueError(f"scaled needs a 0-d factor, got {tuple(by.shape)}")
     if use_triton("scaled", kernels, x):
         return torch.ops.moekit.scaled(x, by, dtype)
     return (x * by.to(torch.promote_types(x.dtype, by.dtype))).to(dtype)
@@ -18,8 +20,8 @@ def scaled(x: Tensor, by: Tensor, dtype: torch.dtype, *, kernels: str = "auto") 
 @operator("moekit::scaled")
 def _scaled_op(x: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     out = _scaled_like(x, by, dtype)
-    if out.stride() != x.stride():  # else both are walked in the order of memory
-        x = x.contiguous()
+    if out.stride() != x.stride():  # both are walked in the order of memory
+        x = torch.empty_like(out, dtype=x.dtype).copy_(x)
     if x.numel():
         _scale[(-(-x.numel() // _BLOCK),)](x, by, out, x.numel(), BLOCK=_BLOCK)
     return out

@@ -187,3 +187,12 @@ def test_a_d_head_that_the_kernels_lack_is_left_to_torch_or_refused():
     assert has_kernel("test", "triton", x, 128)
     with refuses("test needs d_head in (16, 32, 64, 128) and half precision for kernels='triton', got 4"):
         has_kernel("test", "triton", x, 4)
+
+
+def test_features_that_are_no_neighbours_change_nothing():
+    leaves = [draw(1, 2, 16, 20, seed=i, dtype=torch.float32).mT.requires_grad_() for i in range(3)]
+    assert all(x.stride(-1) != 1 for x in leaves)
+    got, want = (attend(*leaves, kernels=kernels) for kernels in ("triton", "torch"))
+    grads = (torch.autograd.grad(y.square().sum(), leaves) for y in (got, want))
+    for a, b in zip((got, *next(grads)), (want, *next(grads)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -57,6 +57,11 @@ def test_a_transposed_gradient_is_scaled_where_it_lies():
     assert torch.equal(got, 2 * x) and got.stride() == x.stride()
 
 
+def test_a_permuted_tensor_with_gaps_keeps_its_elements_apart():
+    x = torch.arange(24.0).view(4, 6)[:, ::2].T
+    assert torch.equal(OPS.scaled(x, torch.tensor(2.0), torch.float32), 2 * x)
+
+
 class NoKernels(TorchDispatchMode):
     """Refuse this package's operators."""
 
