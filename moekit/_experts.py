@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
-from moekit._rowwise import rowwise
+from moekit._rowwise import refuse_second_derivatives, rowwise
 from moekit.kernels import Products, choose_products, forget_saved
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 from moekit.kernels.permute import OneRank
@@ -177,6 +177,9 @@ class _Experts(torch.autograd.Function):
         _, input_grad, weight_grad, kind = ctx.products
         into_gate_up, into_down = ctx.into
         needs_x, _, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
+        together = isinstance(exchange, rowwise)  # ranks send and fetch alike, whatever each of them needs
+        if together:
+            refuse_second_derivatives()
         grad_base = grad if ctx.needs_input_grad[6] else None
         grad, by_row = (grad.contiguous(), None) if exchange is None else exchange.send(grad, places, weights)
         grad_hidden = grouped_mm(grad, down.mT, offsets, kernels=input_grad)
@@ -188,13 +191,14 @@ class _Experts(torch.autograd.Function):
         if needs_down:
             grad_down = grouped_weight_grad(hidden, grad, offsets, into=into_down, kernels=weight_grad)
         del hidden, grad
-        if needs_gate_up:
+        if needs_gate_up or together:
             rows = x if exchange is None else exchange.send(x, places)[0]
-            grad_gate_up = grouped_weight_grad(
-                rows, grad_gated, offsets, into=into_gate_up, kernels=weight_grad
-            )
+            if needs_gate_up:
+                grad_gate_up = grouped_weight_grad(
+                    rows, grad_gated, offsets, into=into_gate_up, kernels=weight_grad
+                )
             del rows
-        if needs_x:
+        if needs_x or together:
             out = None if exchange is None else exchange.outgoing()
             grad_x = grouped_mm(grad_gated, gate_up.mT, offsets, out=out, kernels=input_grad)
         del grad_gated

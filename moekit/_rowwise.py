@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from moekit._route import Routing
@@ -32,7 +31,8 @@ class rowwise:
     Made once, by all ranks of the mesh, and handed to every layer: buffers belong to this object, are in use
     only while a layer sends or fetches, and go when nothing refers to it. With :func:`moekit.moe` nothing is
     copied on the way; :func:`moekit.dispatch` and :func:`moekit.combine` by themselves copy rows out of the
-    buffers and into them, as autograd keeps them beyond the call.
+    buffers and into them, as autograd keeps them beyond the call. All ranks run the backward of a layer, or
+    none does. First derivatives only.
 
     Parameters
     ----------
@@ -94,6 +94,8 @@ class rowwise:
             raise ValueError(f"rowwise needs a one-axis mesh, got {mesh.mesh_dim_names}; pass mesh['ep']")
         if overflow not in ("even", "score", "refuse"):
             raise ValueError(f"rowwise needs overflow 'even', 'score' or 'refuse', got {overflow!r}")
+        if kernels not in ("auto", "torch", "triton"):
+            raise ValueError(f"rowwise needs kernels 'auto', 'torch' or 'triton', got {kernels!r}")
         size = 1 if mesh is None else mesh.size()
         self.capacity = rows_of_rank(size, n_tokens, n_experts, top_k, capacity_factor)
         self.mesh, self.n_experts, self.top_k = mesh, n_experts, top_k
@@ -119,6 +121,9 @@ class rowwise:
         """Make one for the layers of a model; ``options`` are the others, ``n_tokens`` among them."""
         sizes = dict(d_model=config.d_model, n_experts=config.n_experts, top_k=config.top_k)
         return cls(mesh, **sizes, **options)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a copy's kernels would write to the original
+        raise TypeError("rowwise cannot be copied or pickled: its buffers are other ranks' too; make another")
 
     # --- A layer on its way: in this order, on all ranks ------------------------------
 
@@ -241,8 +246,8 @@ def rows_of_rank(
         )
     if capacity_factor is None:
         return n_ranks * n_tokens * min(top_k, n_experts // n_ranks)
-    if not capacity_factor > 0:
-        raise ValueError(f"rowwise needs a positive capacity_factor, got {capacity_factor}")
+    if not 0 < capacity_factor < math.inf:
+        raise ValueError(f"rowwise needs a positive, finite capacity_factor, got {capacity_factor}")
     return math.ceil(capacity_factor * n_tokens * top_k)
 
 
@@ -258,6 +263,14 @@ def layout(n_ranks: int, capacity: int, d_model: int, n_experts: int, dtype: tor
     }
 
 
+def refuse_second_derivatives() -> None:
+    """Raise in a backward that is to be differentiated: what other ranks write has no graph."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "rowwise gives first derivatives alone, got create_graph=True; take via='all_to_all' for more"
+        )
+
+
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, places, transport):
@@ -266,8 +279,8 @@ class _Dispatch(torch.autograd.Function):
         return transport.send(x, places)[0].clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivatives()
         (places,) = ctx.saved_tensors
         return ctx.transport.fetch(grad, places)[0], None, None
 
@@ -280,8 +293,8 @@ class _Combine(torch.autograd.Function):
         return transport.fetch(rows, places, weights=weights)[0]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second_derivatives()
         rows, weights, places = ctx.saved_tensors
         grad, by_row = ctx.transport.send(grad, places, weights)
         slots = torch.arange(len(rows), device=rows.device)[:, None]

@@ -77,6 +77,7 @@ class SymmetricMemory:
         When the ranks cannot address each other's memory.
     """
 
+    @torch.inference_mode(False)  # tensors made in inference could be used there alone
     def __init__(
         self,
         layout: Layout,

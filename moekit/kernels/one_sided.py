@@ -53,7 +53,9 @@ def get_sum(
     rows = torch.zeros(t, k, source.mine.shape[1], dtype=wide, device=places.device)
     for peer, here, at in _by_rank(places, source):
         rows[here] = peer[at].to(wide)
-    total = (rows if weights is None else rows * weights[..., None]).sum(1)
+    if weights is not None:  # one without a place may have any weight
+        rows = rows * weights.where(places >= 0, 0)[..., None]
+    total = rows.sum(1)
     return (total if base is None else total + base).to(source.mine.dtype)
 
 

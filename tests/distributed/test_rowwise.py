@@ -1,5 +1,6 @@
 """Rows written straight to their experts' ranks, on ranks that share memory of this machine."""
 
+import copy
 import gc
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,67 @@ def test_a_model_has_the_loss_and_gradients_of_all_to_all(straight):
         torch.testing.assert_close(loss, wanted)
         for name, grad in grads.items():
             torch.testing.assert_close(grad, wanted_grads[name], msg=name)
+
+
+def with_less_to_differentiate(frozen):
+    """Return the gradients that a rank needs, of two backwards; one rank needs fewer than the other."""
+    mesh, dtype, rank = make_mesh(), torch.float64, dist.get_rank()
+    via = mk.rowwise(mesh, n_tokens=5, d_model=D, n_experts=4, top_k=K, dtype=dtype)
+    params, (_, gate_up, down) = make_params(4, dtype)
+    x = tokens(5 - 5 * rank, dtype)
+    if frozen == "tokens of a rank without any" and rank == 1:
+        x.requires_grad_(False)
+    if frozen == "experts of one rank" and rank == 0:
+        gate_up.requires_grad_(False)
+    found = []
+    for _ in range(2):
+        y, _ = mk.moe(params, x, top_k=K, via=via, kernels="loop", mesh=mesh)
+        leaves = {"x": x, "gate_up": gate_up, "down": down}
+        leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        found.append(dict(zip(leaves, torch.autograd.grad(y.square().sum(), leaves.values()), strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("frozen", ["tokens of a rank without any", "experts of one rank"])
+def test_a_rank_that_needs_fewer_gradients_changes_none_of_the_others(frozen):
+    got, want = (ranks(2)(with_less_to_differentiate, x) for x in (frozen, None))
+    for mine, theirs in zip(got, want, strict=True):
+        for once, wanted in zip(mine, theirs, strict=True):
+            assert once and all(torch.equal(grad, wanted[name]) for name, grad in once.items())
+
+
+def one_process(**options):
+    return mk.rowwise(None, n_tokens=5, d_model=D, n_experts=4, top_k=K, dtype=torch.float64, **options)
+
+
+@pytest.mark.parametrize("layer", ["moe", "dispatch", "combine"])
+def test_second_derivatives_are_refused(layer):
+    via = one_process()
+    router, x = torch.randn(D, 4, dtype=torch.float64), torch.randn(5, D, dtype=torch.float64)
+    x.requires_grad_()
+    experts = dict(
+        gate_up=torch.randn(4, D, 8, dtype=torch.float64), down=torch.randn(4, 4, D, dtype=torch.float64)
+    )
+    if layer == "moe":
+        y = mk.moe(dict(router=router, experts=experts), x, top_k=K, via=via, kernels="loop")[0]
+    else:
+        sent = mk.dispatch(x, mk.route(router, x, top_k=K), via=via)
+        y = sent.rows if layer == "dispatch" else mk.combine(sent.rows.square(), sent)
+    with pytest.raises(RuntimeError, match="rowwise gives first derivatives alone"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+def test_it_cannot_be_copied():
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(one_process())
+
+
+def test_one_made_for_inference_can_train():
+    with torch.inference_mode():
+        via = one_process()
+    x = torch.randn(5, D, dtype=torch.float64, requires_grad=True)
+    sent = mk.dispatch(x, mk.route(torch.randn(D, 4, dtype=torch.float64), x, top_k=K), via=via)
+    assert torch.autograd.grad(mk.combine(sent.rows, sent).sum(), x)[0].isfinite().all()
 
 
 # --- Without room ---------------------------------------------------------------------
@@ -272,7 +334,9 @@ def test_ranks_that_do_not_agree_are_told():
     [
         (dict(n_experts=0), "needs n_experts that ep divides"),
         (dict(top_k=9), "top_k from 1 to n_experts"),
-        (dict(capacity_factor=0.0), "positive capacity_factor, got 0.0"),
+        (dict(capacity_factor=0.0), "positive, finite capacity_factor, got 0.0"),
+        (dict(capacity_factor=float("inf")), "positive, finite capacity_factor, got inf"),
+        (dict(kernels="fast"), "kernels 'auto', 'torch' or 'triton', got 'fast'"),
         (dict(overflow="all"), "overflow 'even', 'score' or 'refuse', got 'all'"),
     ],
 )

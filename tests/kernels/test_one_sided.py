@@ -56,3 +56,11 @@ def test_numbers_of_routes_go_and_come(kernels):
     assert torch.equal(torch.cat(to.peers), want)
     back = get_each(to, PLACES, kernels=kernels)
     assert torch.equal(back, values.where(PLACES >= 0, 0))
+
+
+@EACH
+@pytest.mark.parametrize("weight", [torch.inf, torch.nan])
+def test_a_route_without_a_place_adds_nothing_whatever_its_weight(kernels, weight):
+    source, weights = shared(4, 8, fill=1.0), torch.where(PLACES >= 0, 2.0, weight)
+    got = get_sum(source, PLACES, weights, kernels=kernels)
+    assert torch.equal(got, 2.0 * (PLACES >= 0).sum(1, keepdim=True).expand(5, 8))
