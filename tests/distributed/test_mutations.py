@@ -203,3 +203,7 @@ def test_parity_goes_red_with_a_transport_that_loses_a_row():
 @pytest.mark.parametrize("via", TRANSPORTS)
 def test_the_transports_of_moekit_keep_the_contract(via):
     check_transport(via, n_ranks=(1,) if via == "local" else (1, 2, 4))
+
+
+def test_eight_ranks_keep_the_contract_in_bfloat16():
+    check_transport("all_to_all", n_ranks=(8,), dtypes=(torch.bfloat16,))

@@ -66,7 +66,7 @@ def a_thousand_steps():
 
 @WHERE
 def test_memory_does_not_grow_in_a_thousand_steps(device, sizes):
-    for first, last in ranks(min(4, max(sizes)), device=device)(a_thousand_steps):
+    for first, last in ranks(2, device=device)(a_thousand_steps):
         assert first == last
 
 
