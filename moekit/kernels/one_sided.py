@@ -80,7 +80,7 @@ def _by_rank(places: Places, shared: Shared):
 # --- Launches -------------------------------------------------------------------------
 
 ROUTES = 256  # numbers a program
-COLUMNS = 1024  # of a row, at a time where each is written several times
+COLUMNS = 4096  # of a row, at a time
 
 
 # What is written is another rank's too; ``mine`` stands for all of it.
@@ -90,7 +90,8 @@ def _put_op(x: Tensor, places: Tensor, mine: Tensor, addresses: Tensor) -> None:
     if places.numel() and x.shape[1]:
         block = min(next_power_of_2(x.shape[1]), COLUMNS)
         grid = (len(x), -(-x.shape[1] // block))
-        _put[grid](x, places, addresses, len(mine), x.shape[1], places.shape[1], BLOCK=block)
+        shape = (len(mine), x.shape[1], places.shape[1])
+        _put[grid](x, places, addresses, *shape, BLOCK=block, num_warps=1)  # as for scatter_rows
 
 
 @_put_op.register_fake
@@ -120,7 +121,7 @@ def _get_sum_op(
     out = _get_sum_like(mine, addresses, places, weights, base)
     if out.numel():
         d = out.shape[1]
-        block = min(next_power_of_2(d), 4096)
+        block = min(next_power_of_2(d), COLUMNS)
         _get_sum[(len(out), -(-d // block))](
             mine, addresses, places, weights, base, out, len(mine), d, places.shape[1], BLOCK=block
         )
@@ -150,6 +151,12 @@ def _get_each_like(mine, addresses, places):
 
 
 @jit
+def _rows_of(address, dtype: tl.constexpr):
+    # Memory begins at multiples of 128 bytes; unsaid, each number of a row would be moved by itself.
+    return tl.multiple_of(tl.load(address).to(tl.pointer_type(dtype)), 16)
+
+
+@jit
 def _put(x, places, addresses, n, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -157,7 +164,7 @@ def _put(x, places, addresses, n, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.co
     for j in tl.static_range(k):
         place = tl.load(places + token * k + j)
         if place >= 0:
-            there = tl.load(addresses + place // n).to(tl.pointer_type(x.dtype.element_ty))
+            there = _rows_of(addresses + place // n, x.dtype.element_ty)
             tl.store(there + place % n * d + column, value, mask=column < d, cache_modifier=".cs")
 
 
@@ -179,14 +186,14 @@ def _get_sum(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(k):
+    for j in tl.static_range(k):  # no branches: all loads are on their way at once
         place = tl.load(places + token * k + j)
-        if place >= 0:
-            there = tl.load(addresses + place // n).to(tl.pointer_type(mine.dtype.element_ty))
-            value = tl.load(there + place % n * d + column, mask=column < d, other=0.0).to(tl.float32)
-            if weights is not None:
-                value *= tl.load(weights + token * k + j)
-            total += value
+        width = tl.where(place >= 0, d, 0)
+        there = _rows_of(addresses + tl.maximum(place, 0) // n, mine.dtype.element_ty)
+        value = tl.load(there + place % n * d + column, mask=column < width, other=0.0).to(tl.float32)
+        if weights is not None:
+            value *= tl.where(place >= 0, tl.load(weights + token * k + j), 0.0)
+        total += value
     if base is not None:
         total += tl.load(base + token * d + column, mask=column < d, other=0.0).to(tl.float32)
     tl.store(out + token * d + column, total.to(out.dtype.element_ty), mask=column < d)

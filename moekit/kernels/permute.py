@@ -194,9 +194,8 @@ def _scatter_op(x: Tensor, slots: Tensor) -> Tensor:
     x, slots = x.contiguous(), slots.contiguous()
     rows = _rows_like(x, slots)
     if rows.numel():
-        block = min(_block(x), 1024)  # 0.89 of a copy's rate, whole rows 0.87
-        grid = (len(x), -(-x.shape[1] // block))
-        _scatter[grid](x, slots, rows, x.shape[1], slots.shape[1], BLOCK=block)
+        # One warp a token: 0.91 and 0.90 of a copy's rate (E = 8 and 128), four 0.88.
+        _scatter[_grid(x)](x, slots, rows, x.shape[1], slots.shape[1], BLOCK=_block(x), num_warps=1)
     return rows
 
 
