@@ -54,7 +54,8 @@ class Dispatched:
     transport: Transport | rowwise = field(repr=False)
     mesh: DeviceMesh | None
 
-    __repr__ = short_repr
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 register_dataclass(Dispatched)

@@ -35,7 +35,8 @@ class Routing:
     scores: Float[Tensor, "t E"]
     dropped: Int[Tensor, " E"] | None = None
 
-    __repr__ = short_repr
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     @property
     def n_experts(self) -> int:
