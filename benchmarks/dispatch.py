@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,11 @@ class Config:
     capacity_factor: float = 1.25
     map_experts: int = 128  # of the row map
     map_ranks: int = 8
-    transports: tuple[str, ...] = ("local", "all_to_all", "rowwise")  # of the layer
+    transports: tuple[Literal["local", "all_to_all", "rowwise", "deepep"], ...] = (
+        "local",
+        "all_to_all",
+        "rowwise",
+    )  # of the layer
     calls: int = 10  # in a CUDA graph
     rounds: int = 3
     slot: float = 0.25  # seconds a candidate and round

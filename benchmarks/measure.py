@@ -13,6 +13,7 @@ time counts only where it cannot keep up, as in training; for kernels too short 
 :func:`graphed`.
 """
 
+import contextlib
 import functools
 import gc
 import importlib.metadata
@@ -231,16 +232,20 @@ def graphed(run: Callable[[], object], *, calls: int) -> Callable[[], None]:
     return replay
 
 
-def idle_share(run: Callable[[], object]) -> float:
+def idle_share(run: Callable[[], object]) -> float | None:
     """Return the share of a run's time on the device in which no kernel and no copy is at work there.
 
     From a trace of two runs; the host does not wait between them. Tracing slows it down, so this is an upper
-    bound.
+    bound. None, with the reason printed, where the runs fail: what was timed before stands.
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        run()
-        run()
-        torch.cuda.synchronize()
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            run()
+            run()
+            torch.cuda.synchronize()
+    except Exception as e:
+        say(f"no idle share: {describe(e)}")
+        return None
     assert trace.profiler is not None and trace.profiler.kineto_results is not None
     on_device = torch.autograd.DeviceType.CUDA
     spans = sorted(  # of the trace itself: making events of torch of a whole step takes minutes
@@ -256,10 +261,11 @@ def idle_share(run: Callable[[], object]) -> float:
 
 
 def free(device: str) -> None:
-    """Give back memory that nothing refers to any more."""
+    """Give back memory that nothing refers to any more; a device that a candidate broke can not."""
     gc.collect()
     if device == "cuda":
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
 
 
 def describe(error: BaseException) -> str:
@@ -283,9 +289,10 @@ def say(text: str) -> None:
 
 
 def environment(device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what the figures depend on beside the code: device, driver, and versions with those of peers."""
+    """Return what the figures depend on: commit, device, driver, and versions with those of peers."""
     found: dict[str, Any] = dict(
         date=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        **commit(Path(__file__).parent.parent),
         python=platform.python_version(),
         torch=torch.__version__,
         device=torch.cuda.get_device_name()
@@ -303,6 +310,33 @@ def environment(device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def commit(root: Path) -> dict[str, Any]:
+    """Return the commit of a checkout, and whether its code differs; None for both in a plain copy."""
+    if not (root / ".git").exists() or not shutil.which("git"):
+        return dict(commit=None, dirty=None)
+    head, changes = (
+        subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()
+        for args in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "moekit", "benchmarks"])
+    )
+    return dict(commit=head or None, dirty=bool(changes) if head else None)
+
+
+def refuse_unknown(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """End the program where a name is none of those known, before anything is measured."""
+    if unknown := [name for name in given if name not in known]:
+        said = (", ".join(map(repr, names)) for names in (unknown, known))
+        raise SystemExit(f"no {what} is called {'; known are '.join(said)}")
+
+
+def sizes(text: str) -> tuple[int, int, int]:
+    """Return the numbers of a shape as given in a command."""
+    try:
+        tokens, d_model, n_experts = map(int, text.split("x"))
+    except ValueError:
+        raise SystemExit(f"a shape is TOKENSxD_MODELxEXPERTS, got {text!r}") from None
+    return tokens, d_model, n_experts
 
 
 def table(results: Sequence[Result]) -> str:

@@ -17,7 +17,7 @@ Expect passes over rows near 0.95 on an H200, where the weighted sum of a token'
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -31,6 +31,7 @@ from measure import (
     measure,
     plot,
     say,
+    sizes,
     table,
     write_json,
 )
@@ -50,7 +51,9 @@ class Config:
         "16384x4096x128",
         "32768x2048x128",
     )  # TOKENSxD_MODELxEXPERTS; the hidden size is d_model
-    kernels: tuple[str, ...] = ("auto",)  # and "torch", for what the kernels replace
+    kernels: tuple[Literal["auto", "torch", "triton"], ...] = (
+        "auto",
+    )  # and "torch", for what the kernels replace
     top_k: int = 4
     calls: int = 10  # in a graph
     rounds: int = 5
@@ -127,7 +130,7 @@ def size(x: torch.Tensor) -> int:
 
 def run_shape(cfg: Config, text: str) -> dict[str, Any]:
     """Time all operations at one shape."""
-    t, d, n_experts = map(int, text.split("x"))
+    t, d, n_experts = sizes(text)
     calls = cfg.calls if cfg.device == "cuda" else 1
     candidates, errors = {}, {}
     for kernels in cfg.kernels:
@@ -149,6 +152,8 @@ def main(cfg: Config) -> dict[str, Any]:
     versions = environment(cfg.device)
     record: dict[str, Any] = dict(environment=versions, config=asdict(cfg), cases=[])
     say("  ".join(f"{name} {value}" for name, value in versions.items()))
+    for text in cfg.shapes:
+        sizes(text)
     for text in cfg.shapes:
         case = run_shape(cfg, text)
         print(f"\n{text}\n{table(case['results'])}\n", flush=True)

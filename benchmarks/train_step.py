@@ -17,11 +17,10 @@ router, which is all but even on a model that has not been trained; the rest is 
 """
 
 import functools
-import gc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import peers
 import torch
@@ -31,9 +30,11 @@ from measure import (
     Result,
     describe,
     environment,
+    free,
     idle_share,
     measure,
     plot,
+    refuse_unknown,
     say,
     table,
     write_json,
@@ -52,7 +53,11 @@ from moekit.tree import map_named, named
 class Config:
     """What is measured."""
 
-    parts: tuple[str, ...] = ("forward_backward", "experts", "whole_step")
+    parts: tuple[Literal["forward_backward", "experts", "whole_step"], ...] = (
+        "forward_backward",
+        "experts",
+        "whole_step",
+    )
     candidates: tuple[str, ...] = (
         "moekit",
         "stock compiled",
@@ -68,22 +73,34 @@ class Config:
     n_microbatches: int = 8  # of the whole step
     rounds: int = 5
     slot: float = 0.5  # seconds a candidate in a round
-    toy: bool = False  # a width for a CPU
+    toy: bool = False  # a width and a length for a CPU, where what is compiled is left out
     json: Path | None = None
     plot: Path | None = None
 
 
+STOCK: dict[str, dict[str, Any]] = {
+    "stock compiled": dict(compiled=True, recompute_head=True),
+    "stock compiled, head kept": dict(compiled=True, recompute_head=False),
+    "stock eager": dict(compiled=False, recompute_head=True),
+}
+
 cfg = tyro.cli(Config, description=__doc__)
+refuse_unknown("candidate", cfg.candidates, ["moekit", *STOCK, *peers.LAYERS])
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = torch.float32 if cfg.toy else torch.bfloat16
 key = mk.random.make_key(0, device)
+if cfg.toy:
+    cfg = replace(cfg, seq_len=min(cfg.seq_len, 128))
+if cfg.toy and device == "cpu":  # compiling takes minutes there
+    cfg = replace(cfg, candidates=tuple(n for n in cfg.candidates if n in ("moekit", "stock eager")))
+    say(f"a toy on a CPU: {', '.join(cfg.candidates) or 'no candidate'}; what is compiled is left out")
 chosen = cfg.candidates
 
 
 def make_model(n_experts: int) -> mk.ModelConfig:
     """Return bench-8L, or a toy of its kind."""
     model = mk.preset("bench-8L", n_experts=n_experts, max_seq_len=max(cfg.seq_len, 8192))
-    return config.toy(model) if cfg.toy else model
+    return config.toy(model, n_experts=n_experts) if cfg.toy else model
 
 
 def make_batch(model: mk.ModelConfig, n_sequences: int) -> mk.batch.Batch:
@@ -94,12 +111,6 @@ def make_batch(model: mk.ModelConfig, n_sequences: int) -> mk.batch.Batch:
 
 
 # --- The candidates' gradients --------------------------------------------------------
-
-STOCK: dict[str, dict[str, Any]] = {
-    "stock compiled": dict(compiled=True, recompute_head=True),
-    "stock compiled, head kept": dict(compiled=True, recompute_head=False),
-    "stock eager": dict(compiled=False, recompute_head=True),
-}
 
 
 def our_loss(model: mk.ModelConfig) -> Callable:
@@ -264,6 +275,8 @@ def timed(
         except Exception as e:
             errors[name] = describe(e)
         run = None
+        if name in errors:
+            free(device)
     n_tokens = n_sequences * cfg.seq_len
     flops = n_tokens * plan.flops_per_token(model, cfg.seq_len)
     given = {name: Candidate(run=run, flops=flops, tokens=n_tokens) for name, run in runs.items()}
@@ -281,11 +294,12 @@ record = dict(
     parts={},
 )
 for name in cfg.parts:
-    results = parts[name]()
+    try:
+        results = parts[name]()
+    except Exception as e:  # what its candidates share cannot be made
+        results = [Result(name=name, error=describe(e))]
     record["parts"][name] = results
     say(f"{name}\n{table(results)}")
     write_json(cfg.json, record)
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    free(device)
 plot(cfg.plot, record["parts"], rate="flops")

@@ -122,6 +122,8 @@ class Record:
         counts all pairs.
     leaves : dict of str to dict of str to Leaf
         Shape and placement of what the step named, by kind and name.
+    room : tuple of int, optional
+        With :class:`moekit.rowwise` on several ranks: rows that a rank has room for, and rows that it sends.
     seconds : float
         That all of it took here.
     """
@@ -133,6 +135,7 @@ class Record:
     at: str = ""
     flops: int = 0
     leaves: dict[str, dict[str, Leaf]] = field(default_factory=dict)
+    room: tuple[int, int] | None = None
     seconds: float = 0.0
 
     @property

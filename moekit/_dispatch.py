@@ -5,7 +5,7 @@ passed.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import register_dataclass
 from moekit._route import Routing
 from moekit._rowwise import rowwise
 from moekit.kernels.permute import expert_slots, to_rows, to_tokens
-from moekit.tree import check_values, has_values
+from moekit.tree import check_values, has_values, short_repr
 
 
 class Transport(NamedTuple):
@@ -50,9 +50,12 @@ class Dispatched:
     offsets: Int[Tensor, " e"]  # int32: where each expert's rows end
     weights: Float[Tensor, "t k"]
     dropped: Int[Tensor, " E"] | None  # int64: routes of this rank without room, by expert; None: never any
-    plan: Any
-    transport: Transport | rowwise
+    plan: Any = field(repr=False)
+    transport: Transport | rowwise = field(repr=False)
     mesh: DeviceMesh | None
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
 
 register_dataclass(Dispatched)

@@ -104,6 +104,7 @@ def _execute(step_of_rank: Callable[[int], Step], rank: int, world_size: int, de
         at=mark.op,
         flops=recorder.flops[2],
         leaves=leaves,
+        room=recorder.room,
         seconds=time.perf_counter() - began,
     )
 

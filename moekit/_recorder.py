@@ -77,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[Call] = []
         self.flops: Counter[int] = Counter()  # by step
         self.reduce_op: str | None = None  # of the call of c10d to come, where it cannot be read
+        self.room: tuple[int, int] | None = None  # rows a rank has room for, and those it puts
         self._ops = MetaOps()
         self._known: dict[Any, _Known] = {}
         self._now, self._last_backward = 0, -1  # operations so far
@@ -237,6 +238,8 @@ class Recorder(TorchDispatchMode):
         if not ranks:  # one process
             return
         row, n = mine.shape[1:], len(ranks)
+        if row:
+            self.room = (len(mine), n_rows)
         self.calls.append(
             Call(
                 op=schema.name.partition("::")[2][:3],

@@ -13,6 +13,7 @@ from moekit.kernels.permute import count_experts
 from moekit.kernels.router import choose, router_logits
 from moekit.mesh import local
 from moekit.random import uniform
+from moekit.tree import short_repr
 
 Assignment = Literal["top_k", "random", "uniform"]
 
@@ -33,6 +34,9 @@ class Routing:
     logits: Float[Tensor, "t E"]
     scores: Float[Tensor, "t E"]
     dropped: Int[Tensor, " E"] | None = None
+
+    def __repr__(self) -> str:
+        return short_repr(self)
 
     @property
     def n_experts(self) -> int:

@@ -147,12 +147,17 @@ def split_batch(tree: Any, n: int) -> list[Any]:
     ValueError
         If ``n`` does not divide a leading dimension, or is below 1.
     """
+    return split_for("split_batch", "n", tree, n)
+
+
+def split_for(who: str, name: str, tree: Any, n: int) -> list[Any]:
+    """Do what `split_batch` does for ``who``, which calls the number of chunks ``name``."""
     leaves, spec = tree_flatten_with_path(tree)
     split = {path: x for path, x in leaves if isinstance(x, Tensor) and x.ndim}
     if n < 1 or any(len(x) % n for x in split.values()):
         shapes = ", ".join(f"{keystr(path) or 'the tensor'} {tuple(x.shape)}" for path, x in split.items())
         raise ValueError(
-            f"split_batch needs n >= 1 that divides every leading dimension, got {n=} and {shapes}"
+            f"{who} needs {name} >= 1 that divides every leading dimension, got {name}={n} and {shapes}"
         )
     columns = [x.tensor_split(n) if path in split else (x,) * n for path, x in leaves]
     return [tree_unflatten(chunk, spec) for chunk in zip(*columns, strict=True)]

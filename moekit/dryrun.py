@@ -86,6 +86,13 @@ class Report:
             cells = (*(f"{n / size:.2f}" for n in n_bytes), f"{record.flops / 1e12:.1f}", record.at)
             same.setdefault(cells, []).append(record.rank)
         yield from _table([*rows, *((_ranges(ranks), *cells) for cells, ranks in same.items())])
+        if rooms := [record.room for record in self.records if record.room]:
+            room, sent = max(rooms)
+            yield (
+                f"rowwise: buffers and activations have room for {room:,} rows a rank, {room / sent:.3g} "
+                f"times the {sent:,} that it sends. By default there is room for "
+                "ep * n_tokens * min(top_k, experts of a rank); set capacity_factor for less"
+            )
 
     def _traffic(self) -> Iterator[str]:
         yield f"A step's calls, and MB sent by the rank that sends most (nodes of {NODE} ranks)"

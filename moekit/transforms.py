@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from moekit.batch import split_batch
+from moekit.batch import split_for
 from moekit.kernels.add import add_
 from moekit.mesh import gradient_placements, sum_over_ranks
 from moekit.tree import add_up, at_least_float32, held, in_turn, map_named, named, nested, on_mesh
@@ -153,7 +153,7 @@ def accumulate(
                 raise ValueError("accumulate needs parameters that straight chooses, got none; leave it out")
             kwargs["grad_into"] = sums.buffers(chosen)
         total = None
-        for part in split_batch(batch, n_microbatches):
+        for part in split_for("accumulate", "n_microbatches", batch, n_microbatches):
             value, _ = grad_fn(params, part, on_grad=sums.add, **kwargs)
             sums.land()
             total = add_up("accumulate", total, value)

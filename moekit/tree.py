@@ -1,6 +1,7 @@
 """Trees of parameters by dotted name, and what this rank holds of a leaf."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -38,6 +39,18 @@ def named(tree: TensorDict) -> dict[str, Tensor]:
 def nested(leaves: Mapping[str, Any]) -> TensorDict:
     """Return the tree whose leaves have these dotted names."""
     return TensorDict({tuple(name.split(".")): leaf for name, leaf in leaves.items()})
+
+
+def short_repr(carrier: Any) -> str:
+    """Return what a dataclass holds, of tensors their dtype and shape: its ``__repr__``."""
+    held = {f.name: getattr(carrier, f.name) for f in fields(carrier) if f.repr}
+    said = (
+        f"{name}={str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
+        if isinstance(x, Tensor)
+        else f"{name}={x!r}"
+        for name, x in held.items()
+    )
+    return f"{type(carrier).__name__}({', '.join(said)})"
 
 
 def map_named(fn: Callable[[str, Tensor], Any], tree: TensorDict) -> TensorDict:

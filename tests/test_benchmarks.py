@@ -1,5 +1,6 @@
 """The benchmarks at tiny shapes on a CPU: what they write, and what they say of candidates that fail."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -8,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import tyro
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import dispatch
 import measure
 import moe_kernels
 import moe_layer
@@ -73,16 +76,31 @@ def test_a_candidate_that_raises_is_reported_and_the_others_are_timed():
     assert "absent         FAILED  ModuleNotFoundError: no such peer" in printed
 
 
+def test_a_device_that_a_candidate_broke_ends_neither_the_run_nor_the_trace(monkeypatch, capsys):
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", broken)
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: contextlib.nullcontext())
+    measure.free("cuda")
+    assert measure.idle_share(broken) is None
+    assert "no idle share: RuntimeError: CUDA error: an illegal" in capsys.readouterr().out
+
+
 def test_the_layer_is_checked_and_timed_beside_peers(tmp_path, monkeypatch, capsys):
     def wrong(weights, top_k):
         layer, parameters = moe_layer.stock(weights, top_k)
         return lambda x: 1.2 * layer(x), parameters
 
+    def raises(weights, top_k):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     monkeypatch.setitem(peers.LAYERS, "wrong", wrong)
+    monkeypatch.setitem(peers.LAYERS, "raises", raises)
     good = ("moekit-auto", "stock", "qwen3")
     cfg = moe_layer.Config(
         shapes=("192x64x8", "192x64x32:dirichlet2"),
-        candidates=(*good, "wrong", "nobody"),
+        candidates=(*good, "wrong", "raises"),
         json=tmp_path / "layer.json",
         plot=tmp_path / "layer.png",
         **QUICK,
@@ -101,10 +119,120 @@ def test_the_layer_is_checked_and_timed_beside_peers(tmp_path, monkeypatch, caps
             assert results[name]["flops_per_second"] == pytest.approx(18 * 192 * 4 * 64 * 64 / seconds)
             assert results[name]["error"] is None and results[name]["of_dense"] > 0
         assert results["wrong"]["error"].startswith("AssertionError: wrong output")
-        assert results["nobody"]["error"].startswith("ValueError: no candidate is called 'nobody'")
+        assert results["raises"]["error"] == "OutOfMemoryError: CUDA out of memory"
     assert cfg.plot.stat().st_size > 0
     printed = capsys.readouterr().out
     assert "FAILED  AssertionError: wrong output" in printed and "max/mean" in printed
+
+
+def test_a_shape_without_room_for_the_layer_is_reported_and_the_next_is_measured(
+    tmp_path, monkeypatch, capsys
+):
+    make_layer = moe_layer.make_layer
+
+    def no_room_for_32(shape, *args):
+        if shape.n_experts == 32:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make_layer(shape, *args)
+
+    monkeypatch.setattr(moe_layer, "make_layer", no_room_for_32)
+    cfg = moe_layer.Config(
+        shapes=("16x16x32", "16x16x8"), candidates=("stock",), json=tmp_path / "layer.json",
+        plot=tmp_path / "layer.png", **QUICK,
+    )  # fmt: skip
+    moe_layer.main(cfg)
+    large, small = json.loads(cfg.json.read_text())["cases"]
+    assert [r["error"] for r in large["results"]] == ["OutOfMemoryError: CUDA out of memory"]
+    assert [r["error"] for r in small["results"]] == [None] * 3
+    assert "16x16x32  FAILED  OutOfMemoryError" in capsys.readouterr().out
+
+
+def test_unknown_names_and_shapes_are_refused_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr(moe_layer, "run_shape", None)
+    monkeypatch.setattr(moe_kernels, "run_shape", None)
+    with pytest.raises(
+        SystemExit, match="no candidate is called 'nobody', 'moekit'; known are 'moekit-auto', "
+    ):
+        moe_layer.main(moe_layer.Config(candidates=("stock", "nobody", "moekit"), device="cpu"))
+    for module in (moe_layer, moe_kernels):
+        with pytest.raises(SystemExit, match="a shape is TOKENSxD_MODELxEXPERTS, got '64x64'"):
+            module.main(module.Config(shapes=("16x16x8", "64x64"), device="cpu"))
+    with pytest.raises(SystemExit, match=r"a shape is .*, got '16x16x8:skewed'"):
+        moe_layer.main(moe_layer.Config(shapes=("16x16x8:skewed",), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("option", "known"),
+    [
+        (["--parts", "forward"], "'forward_backward', 'experts', 'whole_step'"),
+        (
+            ["--candidates", "stock"],
+            "'moekit', 'stock compiled', 'stock compiled, head kept', 'stock eager', ",
+        ),
+    ],
+)
+def test_unknown_parts_and_candidates_of_a_step_are_refused_with_those_known(option, known):
+    done = run_script("train_step.py", *option)
+    assert done.returncode and repr(option[1]) in done.stderr and known in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "option", "known"),
+    [
+        (dispatch, ["--transports", "pigeon"], "'local', 'all_to_all', 'rowwise', 'deepep'"),
+        (moe_kernels, ["--kernels", "cuda"], "'auto', 'torch', 'triton'"),
+    ],
+)
+def test_unknown_transports_and_kernels_are_refused_with_those_known(module, option, known, capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(module.Config, args=option)
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert f"invalid choice '{option[1]}'" in said and known in said
+
+
+def run_script(script, *options):
+    path = Path(__file__).parent.parent / "benchmarks" / script
+    return subprocess.run([sys.executable, str(path), *options], capture_output=True, text=True, check=False)
+
+
+def test_a_toy_step_leaves_out_what_is_compiled_on_a_cpu_and_a_part_that_fails_ends_no_other(tmp_path):
+    file = tmp_path / "step.json"
+    options = "--toy --more-experts -1 --batch-size 1 --n-microbatches 2 --rounds 1 --slot 0.001".split()
+    done = run_script("train_step.py", *options, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(file.read_text())
+    assert record["config"]["seq_len"] == 128
+    found = {
+        part: [(r["name"], r["error"]) for r in results if "ceiling" not in r["name"]]
+        for part, results in record["parts"].items()
+    }
+    assert found == {
+        "forward_backward": [("moekit", None), ("stock eager", None)],
+        "experts": [("experts", "ValueError: ModelConfig needs n_experts >= 1, got -1")],
+        "whole_step": [("moekit", None)],
+    }
+
+
+def test_results_name_the_commit_and_whether_the_code_differs_from_it(tmp_path):
+    assert measure.commit(tmp_path) == dict(commit=None, dirty=None)
+
+    def git(*args):
+        by = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(["git", "-C", str(tmp_path), *by, *args], capture_output=True, text=True)
+        assert not done.returncode, done.stderr
+        return done.stdout.strip()
+
+    git("init")
+    (tmp_path / "moekit").mkdir()
+    (tmp_path / "moekit" / "a.py").write_text("1")
+    git("add", ".")
+    git("commit", "-m", "one")
+    found = dict(commit=git("rev-parse", "HEAD"), dirty=False)
+    (tmp_path / "results.json").write_text("{}")  # is no code
+    assert measure.commit(tmp_path) == found
+    (tmp_path / "moekit" / "a.py").write_text("2")
+    assert measure.commit(tmp_path) == found | dict(dirty=True)
+    assert {"commit", "dirty"} <= measure.environment("cpu").keys()
 
 
 def test_group_sizes_are_those_of_the_distribution():

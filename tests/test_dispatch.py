@@ -139,3 +139,15 @@ def test_combine_refuses_another_number_of_rows():
     sent = mk.dispatch(draw(2, 5), routing(4, [[0, 3], [1, 2]]))
     with refuses("combine needs the 4 rows that were dispatched, got 3"):
         mk.combine(sent.rows[:3], sent)
+
+
+def test_a_routing_and_what_was_dispatched_print_shapes_and_no_values():
+    x = torch.ones(3, 4, dtype=torch.float64)
+    routing = mk.route(torch.ones(4, 8), x, top_k=2)
+    assert repr(routing) == (
+        "Routing(weights=float64 (3, 2), expert_ids=int64 (3, 2), counts=int64 (8,), logits=float64 (3, 8), "
+        "scores=float64 (3, 8), dropped=None)"
+    )
+    assert repr(mk.dispatch(x, routing)) == (
+        "Dispatched(rows=float64 (6, 4), offsets=int32 (8,), weights=float64 (3, 2), dropped=None, mesh=None)"
+    )

@@ -23,6 +23,7 @@ from moekit.dryrun import (
     Call,
     Leaf,
     Record,
+    Report,
     compare,
     dry_run,
     dry_run_recipe,
@@ -701,6 +702,8 @@ def test_rows_that_are_put_and_got_are_seen_with_their_bytes_and_buffers():
     assert {sum(n for _, n in call.bytes_to(0)) for call in put} == {0.75 * 2 * rows * SMALL.d_model}
     capacity = math.ceil(1.25 * rows)
     assert records[0].memory["symmetric buffers"] >= 2 * 2 * capacity * SMALL.d_model
+    said = str(Report(records=tuple(records)))
+    assert f"room for {capacity:,} rows a rank, 1.25 times the {rows:,} that it sends. " in said
 
 
 def test_static_rows_must_be_those_of_the_tokens():

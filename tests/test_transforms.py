@@ -296,7 +296,10 @@ def test_on_grad_maps_each_micro_batchs_gradient_before_it_is_added_and_may_leav
 
 
 def test_batches_that_do_not_divide_and_numbers_below_one_are_refused():
-    with refuses("needs n >= 1 that divides every leading dimension, got n=4 and the tensor (6, 3)"):
+    with refuses(
+        "accumulate needs n_microbatches >= 1 that divides every leading dimension, got n_microbatches=4 and "
+        "the tensor (6, 3)"
+    ):
         mk.accumulate(run, 4)(tree(), X)
     with refuses("accumulate needs n_microbatches >= 1, got 0"):
         mk.accumulate(run, 0)
