@@ -18,6 +18,7 @@ import functools
 import gc
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import statistics
@@ -313,9 +314,9 @@ def environment(device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def commit(root: Path) -> dict[str, Any]:
-    """Return the commit of a checkout, and whether its code differs; None for both in a plain copy."""
+    """Return the commit of a checkout, and whether its code differs; of a plain copy what GIT_COMMIT says."""
     if not (root / ".git").exists() or not shutil.which("git"):
-        return dict(commit=None, dirty=None)
+        return dict(commit=os.environ.get("GIT_COMMIT"), dirty=None)
     head, changes = (
         subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()
         for args in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "moekit", "benchmarks"])

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map, tree_unflatten
 
 from moekit._split_backward import backward_of_input, keeps_what_it_saves
-from moekit.batch import split_batch
+from moekit.batch import split_for
 from moekit.schedules import Op, Schedule, lower
 from moekit.transforms import GradientSums, OnGrad, check_reached, differentiable
 from moekit.tree import add_up
@@ -86,7 +86,7 @@ def pipeline(
 
     def run(params: TensorDict, batch: Any, *, into: TensorDict | None = None, **kwargs: Any):
         sums = GradientSums("pipeline", params, on_grad, into)
-        parts = split_batch(batch, schedule.n_microbatches)
+        parts = split_for("pipeline", "n_microbatches", batch, schedule.n_microbatches)
         here = _Rank(stages, schedule, boundary, mesh, params, parts, sums, kwargs)
         for op in ops:
             here.run(op)

@@ -286,7 +286,9 @@ def test_what_does_not_fit_is_refused():
         "pipeline needs y of stage 0 to be (4, 6, 9) torch.float64, as boundary says, got (4, 6, 8)"
     ):
         one_process(config, stages, boundary=partial(empty, d=9))(params, BATCH)
-    with refuses("split_batch needs n >= 1 that divides every leading dimension, got n=3"):
+    with refuses(
+        "pipeline needs n_microbatches >= 1 that divides every leading dimension, got n_microbatches=3"
+    ):
         one_process(config, stages, schedule=schedules.interleaved(1, 3, 2))(params, BATCH)
     wrong = [stages[0], replace(stages[1], layers=range(3, 4))]  # layer 2 is in no stage
     with refuses("pipeline needs every parameter in the loss, no gradient reached layers.2.attention.qkv"):
