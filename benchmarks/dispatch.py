@@ -3,10 +3,11 @@ r"""How fast rows travel: each transport against the link, the row map, and a la
     python benchmarks/dispatch.py --json docs/results/dispatch.json            # one GPU
     torchrun --nproc-per-node 2 benchmarks/dispatch.py --json docs/results/dispatch_2.json
 
-Every rank sends the rows of tokens that are routed at random, and gets them back summed. On one GPU the
-ceiling is a device copy of the same bytes. On several it is what each rank copies into the next one's memory
-while the one before does the same to it, and only rows that leave a rank count. A layer is forward and
-backward of :func:`moekit.moe`; its rate is that of its products.
+Every rank sends the rows of tokens that are routed at random, and gets them back summed: by the parts of
+``rowwise`` (``put`` to ``barrier``), then by :func:`moekit.dispatch` and :func:`moekit.combine` under each
+transport. On one GPU the ceiling is a device copy of the same bytes. On several it is what each rank copies
+into the next one's memory while the one before does the same to it, and only rows that leave a rank count. A
+layer is forward and backward of :func:`moekit.moe`; its rate is that of its products.
 
 What is timed alone (``put``, ``get``, ``row map``) is replayed from a CUDA graph, without barriers; ``send``
 and ``fetch`` have theirs.
@@ -73,10 +74,17 @@ def main(cfg: Config) -> None:
     )  # fmt: skip
     alone = partial(graphed, calls=cfg.calls) if device == "cuda" else lambda run: run
     calls = cfg.calls if device == "cuda" else 1
+    routing = mk.route(params["router"].detach(), x, top_k=cfg.top_k)
+    places = via.plan(routing).places
+    moved = bytes_moved(via, places, x)
+    transports = {
+        name: via if name == "rowwise" else name for name in cfg.transports if name != "local" or size == 1
+    }
     candidates = {
-        **rows(via, mk.route(params["router"], x, top_k=cfg.top_k), x, alone, calls),
+        **rows(via, routing, places, x, moved, alone, calls),
         **maps(cfg, device, alone, calls),
-        **layers(cfg, params, x, ep, via),
+        **travel(transports, routing, x, ep, moved),
+        **layers(cfg, transports, params, x, ep),
     }
     results = measure(candidates, device=device, rounds=cfg.rounds, slot=cfg.slot)
     if size > 1:  # the copy within a device is no ceiling of what leaves it
@@ -106,31 +114,32 @@ def make_layer(cfg: Config, size: int, device: str, dtype: torch.dtype) -> dict[
     return dict(router=router.to(device).requires_grad_(), experts=experts)
 
 
-def rows(
-    via: mk.rowwise, routing: mk.Routing, x: Tensor, alone: Callable[[Callable], Callable], calls: int
-) -> Candidates:
-    """Return what moves rows; bytes are those read and written, on several ranks those that leave."""
-    memory = via.memory
-    places = via.plan(routing).places
-    there, back = memory.tensors["rows in"], memory.tensors["rows out"]
+def bytes_moved(via: mk.rowwise, places: Tensor, x: Tensor) -> int:
+    """Return the bytes of rows that leave this rank; where it is alone, those read and written."""
     row = x.shape[1] * x.element_size()
-    if memory.size == 1:
-        moved = len(x) * row + int((places >= 0).sum()) * row
-    else:
-        here = (places >= 0) & (places // via.capacity == memory.rank)
-        moved = int(((places >= 0) & ~here).sum()) * row
+    kept = places >= 0
+    if via.memory.size == 1:
+        return (len(x) + int(kept.sum())) * row
+    return int((kept & (places // via.capacity != via.memory.rank)).sum()) * row
 
-    def send() -> None:
-        via.send(x, places)
 
-    def fetch() -> None:
-        via.fetch(via.outgoing(), places)
-
+def rows(
+    via: mk.rowwise,
+    routing: mk.Routing,
+    places: Tensor,
+    x: Tensor,
+    moved: int,
+    alone: Callable[[Callable], Callable],
+    calls: int,
+) -> Candidates:
+    """Return the parts of the transport that moves rows."""
+    memory = via.memory
+    there, back = memory.tensors["rows in"], memory.tensors["rows out"]
     found = {
         "put": Candidate(run=alone(lambda: put(x, places, there)), bytes=moved, calls=calls),
         "get": Candidate(run=alone(lambda: get_sum(back, places)), bytes=moved, calls=calls),
-        "send": Candidate(run=send, bytes=moved),
-        "fetch": Candidate(run=fetch, bytes=moved),
+        "send": Candidate(run=lambda: via.send(x, places), bytes=moved),
+        "fetch": Candidate(run=lambda: via.fetch(via.outgoing(), places), bytes=moved),
         "counts and row map": Candidate(run=lambda: via.plan(routing)),
         "barrier": Candidate(run=memory.barrier),
     }
@@ -138,6 +147,17 @@ def rows(
         after = there.peers[(memory.rank + 1) % memory.size]
         run = partial(after.copy_, back.mine)
         found = {"copy to the next rank": Candidate(run=run, bytes=back.mine.nbytes)} | found
+    return found
+
+
+def travel(transports: dict[str, Any], routing: mk.Routing, x: Tensor, ep: Any, moved: int) -> Candidates:
+    """Return the two functions under each transport, as one calls them: with counts, and copies if any."""
+    found = {}
+    for name, via in transports.items():
+        sent = mk.dispatch(x, routing, via=via, mesh=ep)
+        run = partial(mk.dispatch, x, routing, via=via, mesh=ep)
+        found[f"dispatch, {name}"] = Candidate(run=run, bytes=moved)
+        found[f"combine, {name}"] = Candidate(run=partial(mk.combine, sent.rows, sent), bytes=moved)
     return found
 
 
@@ -149,8 +169,8 @@ def maps(cfg: Config, device: str, alone: Callable[[Callable], Callable], calls:
     return {f"row map, E = {cfg.map_experts}, {cfg.map_ranks} ranks": Candidate(run=alone(run), calls=calls)}
 
 
-def layers(cfg: Config, params: dict[str, Any], x: Tensor, ep: Any, via: mk.rowwise) -> Candidates:
-    """Return forward and backward of a layer under each transport that these ranks can take."""
+def layers(cfg: Config, transports: dict[str, Any], params: dict[str, Any], x: Tensor, ep: Any) -> Candidates:
+    """Return forward and backward of a layer under each transport."""
     leaves = [params["router"], *params["experts"].values()]
     tokens, grad = x.clone().requires_grad_(), torch.randn_like(x)
 
@@ -159,10 +179,8 @@ def layers(cfg: Config, params: dict[str, Any], x: Tensor, ep: Any, via: mk.roww
         torch.autograd.grad(y, [tokens, *leaves], grad)
 
     flops = 18 * cfg.tokens * cfg.top_k * cfg.d_model * cfg.d_expert
-    names = [name for name in cfg.transports if name != "local" or ep is None or ep.size() == 1]
     return {
-        f"layer, {name}": Candidate(run=partial(step, via if name == "rowwise" else name), flops=flops)
-        for name in names
+        f"layer, {name}": Candidate(run=partial(step, via), flops=flops) for name, via in transports.items()
     }
 
 

@@ -275,7 +275,10 @@ def test_dispatch_compares_transports_on_any_number_of_ranks(n_ranks, tmp_path):
     record = json.loads(file.read_text())
     results = {r["name"]: r for r in record["results"]}
     assert record["ranks"] == n_ranks and not [r for r in results.values() if r["error"]]
-    assert {"put", "get", "counts and row map", "layer, rowwise", "layer, all_to_all"} <= results.keys()
+    wanted = [
+        f"{what}, {via}" for what in ("dispatch", "combine", "layer") for via in ("rowwise", "all_to_all")
+    ]
+    assert {"put", "get", "counts and row map", *wanted} <= results.keys()
     assert ("copy to the next rank" in results) == (n_ranks > 1)
     moved = results["put"]["bytes_per_second"] * results["put"]["seconds"] / (16 * 4)  # rows
     assert moved == pytest.approx(32 * 5) if n_ranks == 1 else 0 < moved < 32 * 4
