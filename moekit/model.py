@@ -322,7 +322,7 @@ def forward(
     ------
     ValueError
         When the parameters are not those of ``config``, a token id is out of range (on CUDA: a device
-        assertion), the sequence is longer than the RoPE table, or biases or context do not fit.
+        assertion), the sequence is longer than the RoPE table, or biases, context or grad_into do not fit.
     """
     check_kernels("forward", kernels)
     _check_params(params, config, stage)

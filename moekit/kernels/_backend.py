@@ -98,8 +98,9 @@ def use_triton(who: str, kernels: str, x: Tensor, *, multiplies: bool = False) -
         raise ValueError(f"{who} needs kernels 'auto', 'torch' or 'triton', got {kernels!r}")
     if kernels == "torch":
         return False
+    no_product = multiplies and x.dtype == torch.bfloat16 and INTERPRETED and has_values(x)
     if kernels == "auto":
-        return on_cuda(x) and x.dtype != torch.float64
+        return on_cuda(x) and x.dtype != torch.float64 and not no_product
     if not (on_cuda(x) or INTERPRETED):
         has = "no Triton" if triton is None else f"a tensor on {x.device}"
         raise ValueError(
@@ -108,10 +109,10 @@ def use_triton(who: str, kernels: str, x: Tensor, *, multiplies: bool = False) -
         )
     if x.dtype == torch.float64:
         raise ValueError(f"{who} needs kernels='torch' for float64, got 'triton'")
-    if multiplies and x.dtype == torch.bfloat16 and not on_cuda(x):  # it would multiply bit patterns
+    if no_product:  # it would multiply bit patterns
         raise ValueError(
-            f"{who} needs a CUDA device for kernels='triton' and bfloat16, got a tensor on {x.device}; "
-            "Triton's interpreter has no product of bfloat16: take kernels='torch' or float32"
+            f"{who} needs compiled kernels for kernels='triton' and bfloat16, of which Triton's interpreter "
+            "has no product; take kernels='torch' or float32, or leave out TRITON_INTERPRET on a CUDA device"
         )
     return True
 

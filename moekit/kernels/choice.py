@@ -40,7 +40,7 @@ def choose_products(who: str, kernels: str, n_rows: int, gate_up: Tensor) -> Pro
     if kernels == "auto":
         if dtype == torch.float64:
             kernels = "loop"
-        elif not use_triton(who, "auto", gate_up):
+        elif not use_triton(who, "auto", gate_up, multiplies=True):
             kernels = "torch"
     if kernels == "loop":
         return Products("loop", "loop", "loop", "torch")

@@ -93,6 +93,16 @@ def test_a_cpu_is_told_of_the_interpreter(monkeypatch):
             ask()
 
 
+def test_the_interpreter_is_not_chosen_for_products_of_bfloat16_on_a_device_either(monkeypatch):
+    monkeypatch.setattr(_backend, "INTERPRETED", True)
+    monkeypatch.setattr(_backend, "on_cuda", lambda x: True)
+    x = torch.zeros(1, 16, 16, dtype=torch.bfloat16)
+    assert _backend.use_triton("rms_norm", "auto", x)
+    assert choose_products("moe", "auto", 1, x).forward == "torch"
+    with refuses("moe needs compiled kernels for kernels='triton' and bfloat16"):
+        choose_products("moe", "triton", 1, x)
+
+
 def test_a_layer_names_the_kernels_that_were_asked_for(unchecked):
     params = {"router": torch.zeros(16, 2), "experts": {"gate_up": torch.zeros(2, 16, 16)}}
     params["experts"]["down"] = torch.zeros(2, 8, 16)
