@@ -19,6 +19,7 @@ from torch.utils._pytree import register_dataclass
 
 from moekit._route import Routing
 from moekit._rowwise import rowwise
+from moekit.kernels import check_shapes
 from moekit.kernels.permute import expert_slots, to_rows, to_tokens
 from moekit.tree import check_values, has_values, short_repr
 
@@ -118,6 +119,8 @@ def dispatch(
         raise ValueError(
             f"dispatch needs a routing per token, got {len(x)} tokens and {len(routing.expert_ids)} routings"
         )
+    shape = routing.expert_ids.shape
+    check_shapes("dispatch", x=(x, (len(x), x.shape[-1])), weights=(routing.weights, shape))
     check_values(
         ((routing.expert_ids >= 0) & (routing.expert_ids < routing.n_experts)).all(),
         "dispatch",

@@ -1,21 +1,20 @@
 """The experts: grouped GEMM, activation, grouped GEMM."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
 from moekit._rowwise import refuse_second_derivatives, rowwise
-from moekit.kernels import Products, choose_products, forget_saved
-from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
+from moekit.kernels import Products, aligned, choose_products, forget_saved
+from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad, torch_mm
 from moekit.kernels.permute import OneRank
 from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from moekit.mesh import local
-from moekit.tree import check_values, held
+from moekit.tree import check_names, check_values, held
 
 Kernels = Literal["auto", "torch", "triton", "quack", "loop"]
 
@@ -48,9 +47,9 @@ def expert_forward(
         See :func:`moekit.kernels.choose_products`. ``"loop"`` defines the result, for any dtype, and reads
         the offsets on the host; the others need ``d`` and ``h`` to be multiples of 16 bytes.
     grad_into : TensorDict, optional
-        ``gate_up`` and ``down``: buffers of the shapes of ``experts``, float32 say, to which the backward
-        adds the weights' gradients, inside the kernels of ``"triton"`` and ``"quack"``; autograd then sees
-        none. See :func:`moekit.accumulate`.
+        ``gate_up``, ``down`` or both: buffers of the shapes of ``experts``, float32 say, to which a backward
+        that is asked for the weights' gradients adds them (one that is compiled always does), inside the
+        kernels of ``"triton"`` and ``"quack"``; autograd then sees none. See :func:`moekit.accumulate`.
 
     Returns
     -------
@@ -70,15 +69,16 @@ def expert_forward(
         needs = f"offsets that ascend from 0 to at most the {len(rows)} rows"
         check_values((ends.diff() >= 0).all(), "expert_forward", needs, offsets.tolist)
     products = choose_products("expert_forward", kernels, len(rows), gate_up)
-    if products.elementwise == "triton" or grad_into is not None:
-        into = _buffers(grad_into, experts)
+    # Torch's products of other dtypes have no fake form, and that of ours is not differentiable.
+    traced = torch.compiler.is_compiling() and products.forward == "torch" and rows.dtype != torch.bfloat16
+    if products.elementwise == "triton" or grad_into is not None or traced:
+        into, gate_up, down = _buffers(grad_into, experts, gate_up, down)
         return _Experts.apply(rows, None, gate_up, down, offsets, None, None, products, into, None)
     if products.forward == "loop":
         hidden = swiglu(grouped_mm(rows, gate_up, offsets, kernels="loop"))
         return grouped_mm(hidden, down, offsets, kernels="loop")
-    offsets = offsets.contiguous()  # CUDA's grouped_mm reads past strides
-    hidden = swiglu(F.grouped_mm(rows, gate_up, offs=offsets))
-    return _ContiguousGrad.apply(F.grouped_mm(hidden, down, offs=offsets))
+    hidden = swiglu(torch_mm(aligned(rows.contiguous()), gate_up, offsets))
+    return _ContiguousGrad.apply(torch_mm(hidden, down, offsets))
 
 
 def experts_over_tokens(
@@ -101,15 +101,16 @@ def experts_over_tokens(
     expert order from ``x``; a combine that weighs what the experts return would have to keep it.
     """
     gate_up, down = _weights(experts, x, offsets)
-    into = _buffers(grad_into, experts)
+    into, gate_up, down = _buffers(grad_into, experts, gate_up, down)
     return _Experts.apply(x, weights, gate_up, down, offsets, places, base, products, into, exchange)
 
 
 def _weights(experts: Mapping[str, Tensor], rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
     """Return this rank's gate_up and down, if they fit the rows (or tokens) and offsets."""
+    check_names("expert_forward", "experts", experts, "gate_up", "down")
     gate_up, down = local(experts["gate_up"]), local(experts["down"])
     e, d, h2 = gate_up.shape
-    if down.shape != (e, h2 // 2, d) or rows.shape[-1] != d or offsets.shape != (e,):
+    if h2 % 2 or down.shape != (e, h2 // 2, d) or rows.shape != (len(rows), d) or offsets.shape != (e,):
         raise ValueError(
             "expert_forward needs gate_up (e, d, 2h), down (e, h, d), rows (r, d), offsets (e,), got "
             f"{tuple(gate_up.shape)}, {tuple(down.shape)}, {tuple(rows.shape)}, {tuple(offsets.shape)}"
@@ -124,24 +125,34 @@ def _weights(experts: Mapping[str, Tensor], rows: Tensor, offsets: Tensor) -> tu
 
 
 def _strided(weights: Float[Tensor, "E k n"]) -> Float[Tensor, "E k n"]:
-    """Return the weights with a contiguous last dim, or last but one, as kernels read them."""
+    """Return the weights with a contiguous last dim, or last but one, and aligned, as kernels read them."""
     _, k, n = weights.shape
-    return weights if weights.stride()[1:] in ((n, 1), (1, k)) else weights.contiguous()
+    step, *strides = weights.stride()
+    dense = tuple(strides) in ((n, 1), (1, k)) and step * weights.element_size() % 16 == 0
+    return aligned(weights if dense else weights.contiguous())
 
 
-def _buffers(grad_into: Mapping[str, Tensor] | None, experts: Mapping[str, Tensor]) -> tuple:
-    """Return what this rank holds of the buffers for gate_up and down, or None for both."""
+def _buffers(
+    grad_into: Mapping[str, Tensor] | None, experts: Mapping[str, Tensor], gate_up: Tensor, down: Tensor
+) -> tuple[tuple[Tensor | None, ...], Tensor, Tensor]:
+    """Return what this rank holds of the buffers for gate_up and down, None where there is none, and both.
+
+    Weights with a buffer come back as no leaves: a backward tells of other nodes alone whether it runs them.
+    """
     if grad_into is None:
-        return None, None
+        return (None, None), gate_up, down
+    if unknown := [name for name in grad_into.keys() if name not in ("gate_up", "down")]:
+        raise ValueError(f"expert_forward needs grad_into with gate_up and down alone, got {unknown}")
     buffers = []
     for name in ("gate_up", "down"):
-        buffer = held(grad_into[name]) if name in grad_into.keys() else None
-        weights = held(experts[name])
-        if buffer is None or (buffer.shape, buffer.device) != (weights.shape, weights.device):
-            got = None if buffer is None else f"{tuple(buffer.shape)} on {buffer.device}"
+        if name not in grad_into.keys():
+            buffers.append(None)
+            continue
+        buffer, weights = held(grad_into[name]), held(experts[name])
+        if (buffer.shape, buffer.device) != (weights.shape, weights.device):
             raise ValueError(
                 f"expert_forward needs grad_into with {name} {tuple(weights.shape)} on {weights.device}, "
-                f"got {got}"
+                f"got {tuple(buffer.shape)} on {buffer.device}"
             )
         if not (buffer.is_floating_point() and buffer.is_contiguous()):
             raise ValueError(
@@ -149,7 +160,7 @@ def _buffers(grad_into: Mapping[str, Tensor] | None, experts: Mapping[str, Tenso
                 f"strides {buffer.stride()} for {name}"
             )
         buffers.append(buffer)
-    return tuple(buffers)
+    return tuple(buffers), gate_up.view_as(gate_up), down.view_as(down)
 
 
 class _Experts(torch.autograd.Function):
@@ -177,6 +188,9 @@ class _Experts(torch.autograd.Function):
         _, input_grad, weight_grad, kind = ctx.products
         into_gate_up, into_down = ctx.into
         needs_x, _, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
+        at = 1 if weights is None else 2  # of gate_up among the tensors that came
+        needs_gate_up = needs_gate_up and (into_gate_up is None or _is_asked_for(ctx, at))
+        needs_down = needs_down and (into_down is None or _is_asked_for(ctx, at + 1))
         together = isinstance(exchange, rowwise)  # ranks send and fetch alike, whatever each of them needs
         if together:
             refuse_second_derivatives()
@@ -207,6 +221,13 @@ class _Experts(torch.autograd.Function):
         return grad_x, grad_weights, grad_gate_up, grad_down, *[None] * 2, grad_base, *[None] * 3
 
 
+def _is_asked_for(ctx: Any, i: int) -> bool:
+    """Say whether the backward that is running goes on to the tensor argument ``i``, which is no leaf."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._will_engine_execute_node(ctx.next_functions[i][0])
+
+
 class _ContiguousGrad(torch.autograd.Function):
     """The identity; ``grouped_mm`` refuses the expanded gradient of a plain sum."""
 
@@ -216,4 +237,4 @@ class _ContiguousGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        return grads[0].contiguous()
+        return aligned(grads[0].contiguous())

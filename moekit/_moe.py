@@ -14,10 +14,11 @@ from moekit._dispatch import Via, combine, dispatch
 from moekit._experts import Kernels, expert_forward, experts_over_tokens
 from moekit._route import Routing, route
 from moekit._rowwise import rowwise
-from moekit.kernels import choose_products, elementwise
+from moekit.kernels import check_shapes, choose_products, elementwise
 from moekit.kernels.feed_forward import feed_forward as dense
 from moekit.kernels.permute import OneRank, expert_slots
 from moekit.mesh import local
+from moekit.tree import check_names
 
 
 def moe(
@@ -55,12 +56,15 @@ def moe(
     routing : Routing
         For the balancing losses and counts.
     """
+    check_names("moe", "params", params, "router", "experts")
+    check_names("moe", "experts", params["experts"], "gate_up", "down")
+    n_rows = via.capacity if isinstance(via, rowwise) else len(x) * top_k
+    products = choose_products("moe", kernels, n_rows, local(params["experts"]["gate_up"]))
     routing = route(params["router"], x, top_k=top_k, kernels=elementwise(kernels), **route_options)
     experts, base = params["experts"], None
     if "shared" in params.keys():
         base = feed_forward(params["shared"], x, kernels=elementwise(kernels))
-    n_rows = via.capacity if isinstance(via, rowwise) else len(x) * top_k
-    products = choose_products("moe", kernels, n_rows, local(experts["gate_up"]))
+        check_shapes("moe", **{"what the shared expert gives": (base, x.shape)})
     alone = mesh is None or (mesh.ndim == 1 and mesh.size() == 1)  # dispatch refuses a mesh of more axes
     options: dict[str, Any] = dict(base=base, products=products, grad_into=grad_into)
     if isinstance(via, rowwise):
@@ -93,4 +97,5 @@ def feed_forward(
 
     See :func:`moekit.kernels.feed_forward.feed_forward`.
     """
+    check_names("feed_forward", "params", params, "gate_up", "down")
     return dense(x, local(params["gate_up"]), local(params["down"]), kernels=kernels)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
 from moekit.kernels.permute import count_experts
-from moekit.kernels.router import choose, router_logits
+from moekit.kernels.router import best, choose, router_logits
 from moekit.mesh import local
 from moekit.random import uniform
 from moekit.tree import short_repr
@@ -207,8 +207,6 @@ def _best_of_groups(
     """Choose the best biased scores within the best groups."""
     grouped = rearrange(biased, "t (g e) -> t g e", g=n_groups)
     of_group = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
-    chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(
-        -1, of_group.topk(top_groups, dim=-1).indices, True
-    )
+    chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(-1, best(of_group, top_groups), True)
     masked = grouped.masked_fill(~chosen[..., None], -torch.inf)
-    return rearrange(masked, "t g e -> t (g e)").topk(top_k, dim=-1).indices
+    return best(rearrange(masked, "t g e -> t (g e)"), top_k)

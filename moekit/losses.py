@@ -63,7 +63,7 @@ def cross_entropy(
     ----------
     Chowdhery et al., PaLM, 2022 (z-loss). https://arxiv.org/abs/2204.02311
     """
-    if hidden.shape[-1] != head.shape[0] or not len(hidden) == len(targets) == len(weights):
+    if hidden.shape != (len(hidden), len(head)) or not hidden.shape[:1] == targets.shape == weights.shape:
         raise ValueError(
             "cross_entropy needs hidden (t, d), head (d, v), targets (t,) and weights (t,), got "
             f"{tuple(hidden.shape)}, {tuple(head.shape)}, {tuple(targets.shape)}, {tuple(weights.shape)}"

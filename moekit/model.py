@@ -35,7 +35,7 @@ from moekit.context import (
     positions_of,
     whole_rows,
 )
-from moekit.kernels import elementwise
+from moekit.kernels import check_kernels, elementwise
 from moekit.kernels.attention import attention_of_qkv, find_documents, has_kernel
 from moekit.kernels.qk_norm_rope import Rope, is_per_head, qk_norm_rope, rotate as rotate
 from moekit.kernels.rms_norm import rms_norm as normed
@@ -43,7 +43,7 @@ from moekit.losses import cross_entropy
 from moekit.mesh import local
 from moekit.params import param_shapes
 from moekit.random import fold_in
-from moekit.tree import check_values
+from moekit.tree import check_values, named
 
 Params = TensorDict | Mapping[str, Any]
 
@@ -262,7 +262,7 @@ def forward(
     assignment: Assignment = "top_k",
     via: Via | None = None,
     kernels: Kernels = "auto",
-    grad_into: Params | None = None,
+    grad_into: TensorDict | None = None,
     block: Callable = transformer_block,
     attention_via: AttentionVia | None = None,
     context: DeviceMesh | None = None,
@@ -295,7 +295,7 @@ def forward(
     via, kernels
         As for :func:`moekit.dispatch` and :func:`moekit.expert_forward`.
     grad_into : TensorDict, optional
-        Buffers under the names of experts' parameters, for :func:`moekit.expert_forward`.
+        Buffers under the names of experts' parameters, all or some, for :func:`moekit.expert_forward`.
     block : callable
         Applied to each layer; ``moekit.remat(moekit.model.transformer_block)`` recomputes it in backward.
     attention_via : {"all_to_all", "all_gather"}, optional
@@ -322,9 +322,16 @@ def forward(
     ------
     ValueError
         When the parameters are not those of ``config``, a token id is out of range (on CUDA: a device
-        assertion), the sequence is longer than the RoPE table, or biases or context do not fit.
+        assertion), the sequence is longer than the RoPE table, or biases, context or grad_into do not fit.
     """
+    check_kernels("forward", kernels)
     _check_params(params, config, stage)
+    into = {} if grad_into is None else named(grad_into)
+    if others := [name for name in into if not is_expert(name)]:
+        raise ValueError(
+            "forward needs grad_into with buffers of experts alone (accumulate with "
+            f"straight=moekit.model.is_expert), got {', '.join(others)}"
+        )
     stage = Stage.whole(config) if stage is None else stage
     if stage.embeds == (x is not None):
         raise ValueError(
@@ -372,8 +379,10 @@ def forward(
                 via=via,
                 mesh=None if mesh is None else mesh["ep"],
             )
-            if grad_into is not None:
-                options["grad_into"] = grad_into["layers"][str(i)]["moe"]["experts"]
+            of_layer = f"layers.{i}.moe.experts."
+            own = {name.removeprefix(of_layer): x for name, x in into.items() if name.startswith(of_layer)}
+            if own:  # none, where they are frozen
+                options["grad_into"] = own
         hidden, routing = block(
             params["layers"][str(i)], hidden, config=config, rope=rope, mask=mask, **options
         )

@@ -122,7 +122,8 @@ def accumulate(
     straight : callable, optional
         ``straight(name)`` says which gradients the loss adds to the float32 buffers itself, given them as
         ``grad_into``; :func:`moekit.model.is_expert` for :func:`moekit.next_token_loss`, whose kernels add
-        before they round. Not together with ``on_grad``.
+        before they round. Where it chooses none, as of frozen experts that are not in ``params``, the loss
+        is given none. Not together with ``on_grad``.
 
     Returns
     -------
@@ -149,9 +150,8 @@ def accumulate(
         sums = GradientSums("accumulate", params, on_grad, into)
         if straight is not None:
             chosen = {name: p for name, p in named(params).items() if straight(name)}
-            if not chosen:
-                raise ValueError("accumulate needs parameters that straight chooses, got none; leave it out")
-            kwargs["grad_into"] = sums.buffers(chosen)
+            if chosen:
+                kwargs["grad_into"] = sums.buffers(chosen)
         total = None
         for part in split_for("accumulate", "n_microbatches", batch, n_microbatches):
             value, _ = grad_fn(params, part, on_grad=sums.add, **kwargs)

@@ -82,6 +82,13 @@ def in_turn(x: Tensor) -> bool:
     return x.device.type == "cpu"
 
 
+def check_names(who: str, what: str, tree: Mapping[str, Any] | TensorDict, *names: str) -> None:
+    """Raise ``ValueError`` where a tree lacks one of these names."""
+    if not all(name in tree.keys() for name in names):
+        got = ", ".join(map(str, tree.keys())) or "none"
+        raise ValueError(f"{who} needs {what} with {', '.join(names)}, got {got}")
+
+
 def has_values(x: Tensor) -> bool:
     """Whether there are numbers in a tensor: not on the meta device, and not in a dry run."""
     return not (x.is_meta or isinstance(x, FakeTensor))

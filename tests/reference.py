@@ -29,6 +29,16 @@ def refuses(message, error=ValueError):
     return pytest.raises(error, match=re.escape(message))
 
 
+def unaligned(x):
+    """Return the same numbers one element after a multiple of 16 bytes."""
+    return torch.cat([x.new_empty(1), x.flatten()])[1:].view(x.shape)
+
+
+def expanded(x):
+    """Return the first part in the place of all, without copies."""
+    return x[:1].expand(x.shape)
+
+
 def with_grads(fn, *leaves):
     """Return fn's result and the gradients of a fixed projection of it, one for each leaf."""
     leaves = [x.detach().clone().requires_grad_() for x in leaves]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from reference import close, draw, feed_forward, refuses, with_grads
+from reference import close, draw, expanded, feed_forward, refuses, unaligned, with_grads
 
 import moekit as mk
 from moekit.kernels.swiglu import swiglu
@@ -112,6 +112,90 @@ def test_a_plain_sum_of_the_result_has_a_gradient():
     sums, loops = (mk.expert_forward(params, rows, ends(2, 3), kernels=k).sum() for k in ("torch", "loop"))
     leaves = list(params.values())
     close(torch.autograd.grad(sums, leaves), torch.autograd.grad(loops, leaves), 1e-4)
+
+
+SIZED = pytest.mark.parametrize("kernels", ["torch", "triton"])
+
+
+def kernel_experts(e=2, d=8, h=8):
+    return {"gate_up": draw(e, d, 2 * h, seed=1).float() / 4, "down": draw(e, h, d, seed=2).float() / 4}
+
+
+@SIZED
+@pytest.mark.parametrize("lay", [unaligned, expanded, lambda x: unaligned(x.mT).mT])
+def test_rows_and_weights_may_begin_anywhere_and_repeat(kernels, lay):
+    given = [*kernel_experts().values(), draw(5, D).float()]
+
+    def run(lay, kernels):
+        def forward(*leaves):
+            gate_up, down, rows = (lay(x) for x in leaves)
+            return mk.expert_forward({"gate_up": gate_up, "down": down}, rows, ends(2, 3), kernels=kernels)
+
+        return with_grads(forward, *given)
+
+    close(run(lay, kernels), run(lay, "loop"), 1e-5)
+    grad = lay(draw(5, D, seed=3).float())
+    leaves = [x.clone().requires_grad_() for x in given]
+    got, want = (
+        mk.expert_forward({"gate_up": leaves[0], "down": leaves[1]}, leaves[2], ends(2, 3), kernels=k)
+        for k in (kernels, "loop")
+    )
+    close(torch.autograd.grad(got, leaves, grad), torch.autograd.grad(want, leaves, grad), 1e-5)
+
+
+@SIZED
+@pytest.mark.parametrize("wanted", [{"rows"}, {"rows", "gate_up"}, {"down"}, {"gate_up", "down"}])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_buffer_gets_what_a_backward_is_asked_for(kernels, wanted, tokens):
+    leaves = {name: w.requires_grad_() for name, w in kernel_experts().items()}
+    experts, x = dict(leaves), draw(5, D).float().requires_grad_()
+    leaves["rows"] = x
+    buffers = {name: torch.zeros_like(w) for name, w in experts.items()}
+    layer = {"router": draw(D, 2, seed=5).float(), "experts": experts}
+
+    def forward(**options):
+        if tokens:
+            return mk.moe(layer, x, top_k=1, kernels=kernels, **options)[0]
+        return mk.expert_forward(experts, x, ends(2, 3), kernels=kernels, **options)
+
+    want = dict(zip(leaves, torch.autograd.grad(forward().sum(), list(leaves.values())), strict=True))
+    asked = [leaves[name] for name in wanted]
+    given = torch.autograd.grad(forward(grad_into=buffers).sum(), asked, allow_unused=True)
+    for name, got in zip(wanted, given, strict=True):
+        close(got if name == "rows" else buffers[name], want[name], 1e-5)
+        assert name == "rows" or got is None
+    assert not any(buffers[name].any() for name in buffers.keys() - wanted)
+    forward(grad_into=buffers).sum().backward()  # all
+    for name in buffers:
+        close(buffers[name], want[name] * (1 + (name in wanted)), 1e-5)
+
+
+@SIZED
+@pytest.mark.parametrize("frozen", [{"gate_up"}, {"down"}, {"gate_up", "down"}])
+@pytest.mark.parametrize("given", [False, True])
+def test_frozen_weights_need_no_buffer_and_add_nothing_to_one(kernels, frozen, given):
+    experts = {name: w.requires_grad_(name not in frozen) for name, w in kernel_experts().items()}
+    rows = draw(5, D).float().requires_grad_()
+    names = experts.keys() if given else experts.keys() - frozen
+    buffers = {name: torch.zeros_like(experts[name]) for name in names}
+    mk.expert_forward(experts, rows, ends(2, 3), kernels=kernels, grad_into=buffers).sum().backward()
+    assert rows.grad.any() and all(w.grad is None for w in experts.values())
+    assert {name for name, buffer in buffers.items() if buffer.any()} == experts.keys() - frozen
+
+
+def test_a_layer_without_all_its_parameters_is_refused():
+    experts, rows = kernel_experts(), draw(5, D).float()
+    for missing in ("down", "gate_up"):
+        some = {name: w for name, w in experts.items() if name != missing}
+        got = f"needs experts with gate_up, down, got {', '.join(some)}"
+        with refuses(f"expert_forward {got}"):
+            mk.expert_forward(some, rows, ends(2, 3))
+        with refuses(f"moe {got}"):
+            mk.moe({"router": draw(D, 2).float(), "experts": some}, rows, top_k=1)
+    with refuses("moe needs params with router, experts, got experts"):
+        mk.moe({"experts": experts}, rows, top_k=1)
+    with refuses("expert_forward needs grad_into with gate_up and down alone, got ['up']"):
+        mk.expert_forward(experts, rows, ends(2, 3), grad_into={"up": torch.zeros(1)})
 
 
 def test_swiglu_gates_the_second_half_with_the_first():

@@ -180,6 +180,38 @@ def test_a_layer_of_kernels_is_one_graph_for_any_routing():
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_layer_of_torch_gives_what_it_gives_uncompiled(backend):
+    params, x = kernel_layer()
+    torch.compiler.reset()
+    compiled = torch.compile(mk.moe, backend=backend)
+    got, want = (run(fn, params, x, top_k=2, kernels="torch") for fn in (compiled, mk.moe))
+    close(got[0], want[0], 1e-5)
+    for name, g in want[1].items():
+        close(got[1][name], g, 1e-5)
+
+
+def test_no_tokens_pass_the_kernels_of_a_layer_with_a_shared_expert():
+    params, x = kernel_layer()
+    y, grads = run(mk.moe, params, x[:0], top_k=2, kernels="triton")
+    assert y.shape == (0, 16) and all(bool((g == 0).all()) for g in grads.values())
+
+
+@pytest.mark.parametrize("around", ["forward", "both"])
+def test_a_dense_feed_forward_of_kernels_has_a_backward_under_autocast(around):
+    leaves = [draw(5, 16), draw(16, 40, seed=1) / 4, draw(20, 16, seed=2) / 4]
+
+    def run(kernels):
+        x, gate_up, down = given = [z.float().requires_grad_() for z in leaves]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = feed_forward({"gate_up": gate_up, "down": down}, x, kernels=kernels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=around == "both"):
+            return [y, *torch.autograd.grad(y.float().square().sum(), given)]
+
+    for got, want in zip(run("triton"), run("torch"), strict=True):
+        assert got.dtype == want.dtype and (got - want).norm() <= 2e-2 * want.norm()
+
+
 def test_a_mesh_of_two_axes_is_refused_by_kernels_too(unchecked):
     params, x = kernel_layer()
     two = SimpleNamespace(ndim=2, mesh_dim_names=("edp", "ep"), size=lambda: 1)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moekit as mk
 from moekit import transforms
-from moekit.tree import map_named
+from moekit.tree import map_named, nested
 
 
 def tree(dtype=torch.float64, requires_grad=False):
@@ -187,9 +187,37 @@ def test_straight_sums_are_refused_where_they_have_no_effect():
     grad_fn = mk.value_and_grad(lambda p, x: (p["a"] * x).sum())
     with refuses("accumulate needs no on_grad with straight"):
         mk.accumulate(grad_fn, 1, straight=mk.model.is_expert, on_grad=lambda name, grad: grad)
-    with refuses("accumulate needs parameters that straight chooses, got none"):
-        run = mk.accumulate(grad_fn, 1, straight=mk.model.is_expert)
-        run(TensorDict({"a": torch.ones(2)}), torch.ones(1, 2))
+
+
+def test_frozen_experts_are_left_out_and_the_others_go_straight_into_their_sums():
+    config = small_config(n_layers=3)
+    params, batch = mk.init_params(config, dtype=torch.float64), packed_batch()
+    every = flat(params)
+    for frozen in ("layers.1.moe.experts.", "layers.2.moe.experts.down", ".experts."):
+        trained = nested({name: p for name, p in every.items() if frozen not in name})
+
+        def loss(trained, batch, frozen=frozen, **options):
+            rest = {name: p for name, p in every.items() if frozen in name}
+            whole = {name: (flat(trained) | rest)[name] for name in every}
+            return mk.next_token_loss(nested(whole), batch, config=config, **options)
+
+        grad_fn = mk.value_and_grad(loss, has_aux=True)
+        got, want = (
+            mk.accumulate(grad_fn, 2, straight=straight)(trained, batch)[1]
+            for straight in (mk.model.is_expert, None)
+        )
+        close(flat(got), flat(want))
+    assert not any(p.grad is not None for p in every.values())
+
+
+def test_straight_sums_of_others_than_experts_are_named():
+    config = small_config()
+    params, batch = mk.init_params(config, dtype=torch.float64), packed_batch()
+    grad_fn = mk.value_and_grad(mk.next_token_loss, has_aux=True)
+    for chosen in ("embedding", "layers.1.moe.router"):
+        run = mk.accumulate(grad_fn, 1, straight=lambda name, chosen=chosen: name == chosen)
+        with refuses(f"(accumulate with straight=moekit.model.is_expert), got {chosen}"):
+            run(params, batch, config=config)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])

@@ -7,6 +7,9 @@ and CUDA graphs see one operation each.
 """
 
 from moekit.kernels._backend import (
+    aligned as aligned,
+    check_kernels as check_kernels,
+    check_shapes as check_shapes,
     elementwise as elementwise,
     forget_saved as forget_saved,
     use_triton as use_triton,

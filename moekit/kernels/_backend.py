@@ -13,6 +13,8 @@ from torch._C._autograd import (  # pyright: ignore[reportMissingImports]
     _get_current_graph_task_keep_graph as get_keep_graph,
 )
 
+from moekit.tree import has_values
+
 if TYPE_CHECKING:  # what Triton declares does not fit the use of its language
 
     class _Untyped(type):
@@ -80,11 +82,12 @@ def n_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-def use_triton(who: str, kernels: str, x: Tensor) -> bool:
+def use_triton(who: str, kernels: str, x: Tensor, *, multiplies: bool = False) -> bool:
     """Say whether a function runs its Triton kernel on ``x``.
 
     ``"auto"`` takes it on CUDA devices, but for float64. ``"triton"`` insists; on a CPU it needs Triton's
-    interpreter (``TRITON_INTERPRET=1``), which tests use.
+    interpreter (``TRITON_INTERPRET=1``), which tests use, and which has no product of bfloat16 for a kernel
+    that ``multiplies`` matrices.
 
     Raises
     ------
@@ -95,16 +98,40 @@ def use_triton(who: str, kernels: str, x: Tensor) -> bool:
         raise ValueError(f"{who} needs kernels 'auto', 'torch' or 'triton', got {kernels!r}")
     if kernels == "torch":
         return False
+    no_product = multiplies and x.dtype == torch.bfloat16 and INTERPRETED and has_values(x)
     if kernels == "auto":
-        return on_cuda(x) and x.dtype != torch.float64
+        return on_cuda(x) and x.dtype != torch.float64 and not no_product
     if not (on_cuda(x) or INTERPRETED):
         has = "no Triton" if triton is None else f"a tensor on {x.device}"
         raise ValueError(
-            f"{who} needs a CUDA device and Triton for kernels='triton', got {has}; take 'auto' or 'torch'"
+            f"{who} needs Triton and a CUDA device, or its interpreter, for kernels='triton', got {has}; "
+            "take 'auto' or 'torch', or set TRITON_INTERPRET=1 before moekit is imported"
         )
     if x.dtype == torch.float64:
         raise ValueError(f"{who} needs kernels='torch' for float64, got 'triton'")
+    if no_product:  # it would multiply bit patterns
+        raise ValueError(
+            f"{who} needs compiled kernels for kernels='triton' and bfloat16, of which Triton's interpreter "
+            "has no product; take kernels='torch' or float32, or leave out TRITON_INTERPRET on a CUDA device"
+        )
     return True
+
+
+def check_shapes(who: str, **needs: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Raise ``ValueError`` for a tensor of another shape than the one beside it; None passes.
+
+    A kernel would read past the end of it.
+    """
+    for name, (x, shape) in needs.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{who} needs {name} {tuple(shape)}, got {tuple(x.shape)}")
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Return a tensor that begins at a multiple of 16 bytes, as grouped products need: mostly ``x``."""
+    if torch.compiler.is_compiling() or not has_values(x):  # there is no address; operators look again
+        return x
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def on_cuda(x: Tensor) -> bool:
@@ -131,6 +158,15 @@ else:
 def next_power_of_2(n: int) -> int:
     """Return the least power of two that is at least ``n``, as block sizes are."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+KERNELS = ("auto", "torch", "triton", "quack", "loop")
+
+
+def check_kernels(who: str, kernels: str) -> None:
+    """Raise ``ValueError`` for a name that a layer of experts does not know."""
+    if kernels not in KERNELS:
+        raise ValueError(f"{who} needs kernels 'auto', 'torch', 'triton', 'quack' or 'loop', got {kernels!r}")
 
 
 def elementwise(kernels: str) -> str:

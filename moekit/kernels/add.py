@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moekit.kernels import _backend
-from moekit.kernels._backend import jit, operator, tl, use_triton
+from moekit.kernels._backend import check_shapes, jit, operator, tl, use_triton
 
 _BLOCK = 4096
 
@@ -16,6 +16,7 @@ def add_(total: Float[Tensor, "*n"], x: Float[Tensor, "*n"], *, first: bool, ker
 
     Torch's kernels for two dtypes reach 40 % of a device's bandwidth; the Triton kernel walks memory.
     """
+    check_shapes("add_", x=(x, total.shape))
     contiguous = total.is_contiguous() and x.is_contiguous()
     if contiguous and total.dtype != x.dtype and use_triton("add_", kernels, total):
         torch.ops.moekit.add_(total, x, first)
@@ -37,6 +38,7 @@ def add_product_(
 
     On CUDA the GEMM itself accumulates: no product is made apart.
     """
+    check_shapes("add_product_", total=(total, (len(a), b.shape[-1])))
     if a.dtype == total.dtype:
         torch.addmm(total, a, b, beta=1 - first, out=total)
     elif kernels != "torch" and _backend.on_cuda(a):

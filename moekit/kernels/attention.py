@@ -18,9 +18,15 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.utils._pytree import register_dataclass
 
-from moekit.kernels._backend import INTERPRETED, finds, is_hopper, operator, use_triton
+from moekit.kernels._backend import INTERPRETED, check_shapes, finds, is_hopper, operator, use_triton
 from moekit.kernels.document_attention import attend_within, attend_within_backward
-from moekit.kernels.qk_norm_rope import Gain, Rope, qk_norm_rope_backward, qk_norm_rope_forward
+from moekit.kernels.qk_norm_rope import (
+    Gain,
+    Rope,
+    check_qkv,
+    qk_norm_rope_backward,
+    qk_norm_rope_forward,
+)
 
 D_HEADS = (16, 32, 64, 128)
 
@@ -51,14 +57,14 @@ def has_kernel(who: str, kernels: str, x: Tensor, d_head: int) -> bool:
     """Say whether a function attends to heads of ``d_head`` by these kernels.
 
     For a d_head of 16, 32, 64 or 128, on CUDA devices in half precision: documents by Triton, whole rows by
-    cuDNN or flash attention. Triton's interpreter takes float32 too.
+    cuDNN or flash attention. Triton's interpreter takes float32 too, and no bfloat16.
 
     Raises
     ------
     ValueError
         Where ``"triton"`` cannot run.
     """
-    if not use_triton(who, kernels, x):
+    if not use_triton(who, kernels, x, multiplies=True):
         return False
     fits = d_head in D_HEADS and (INTERPRETED or x.dtype in (torch.bfloat16, torch.float16))
     if kernels == "triton" and not fits:
@@ -86,8 +92,7 @@ def causal_attention(
             "causal_attention needs q (b, n, s, h), k and v (b, m, s, h) and m that divides n, got "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )
-    starts, ends = (None, None) if documents is None else (documents.starts, documents.ends)
-    return _CausalAttention.apply(q, k, v, starts, ends)
+    return _CausalAttention.apply(q, k, v, *_bounds("causal_attention", documents, (b, s)))
 
 
 def attention_of_qkv(
@@ -107,8 +112,22 @@ def attention_of_qkv(
     keys are made again in the backward. Arguments as for the two; gains are of one head. In memory the heads
     of a position lie beside each other.
     """
-    starts, ends = (None, None) if documents is None else (documents.starts, documents.ends)
-    return _AttentionOfQKV.apply(qkv, q_gain, k_gain, *rope, starts, ends, n_heads, n_kv_heads, eps)
+    who = "attention_of_qkv"
+    head = (check_qkv(who, qkv, rope, n_heads, n_kv_heads),)
+    if (q_gain is None) != (k_gain is None):
+        raise ValueError(f"{who} needs both gains or neither, got one")
+    check_shapes(who, q_gain=(q_gain, head), k_gain=(k_gain, head))
+    bounds = _bounds(who, documents, qkv.shape[:2])
+    return _AttentionOfQKV.apply(qkv, q_gain, k_gain, *rope, *bounds, n_heads, n_kv_heads, eps)
+
+
+def _bounds(who: str, documents: Documents | None, shape: tuple[int, ...]) -> tuple:
+    """Return where the documents of positions (b, s) start and end, or None for both."""
+    if documents is None:
+        return None, None
+    starts, ends = documents.starts, documents.ends
+    check_shapes(who, **{"starts of documents": (starts, shape), "ends of documents": (ends, shape)})
+    return starts, ends
 
 
 class _CausalAttention(torch.autograd.Function):
@@ -148,13 +167,23 @@ class _AttentionOfQKV(torch.autograd.Function):
 
 
 def choose_attention_kernel(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None
-) -> Literal["triton", "flash-attn-4", "cudnn", "flash"]:
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None, *, kernels: str = "auto"
+) -> Literal["torch", "triton", "flash-attn-4", "cudnn", "flash"]:
     """Return whose kernels attend, given heads (b, n, s, h) and, for documents, where they start.
 
-    On an H200, 2 x 8,192 positions, 32 heads of 128 and 8 of keys, flash-attn-4 needs 0.91 of cuDNN's time
-    (docs/LOG.md).
+    ``"torch"`` is ``torch.nn.functional.scaled_dot_product_attention``: what :func:`has_kernel` does not
+    admit, so all that is on a CPU unless ``kernels="triton"`` asks for Triton's interpreter. On an H200,
+    2 x 8,192 positions, 32 heads of 128 and 8 of keys, flash-attn-4 needs 0.91 of cuDNN's time (docs/LOG.md).
     """
+    if not has_kernel("choose_attention_kernel", kernels, q, q.shape[-1]):
+        return "torch"
+    return _fastest(q, k, v, starts)
+
+
+def _fastest(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None
+) -> Literal["triton", "flash-attn-4", "cudnn", "flash"]:
+    """Return whose kernels attend to what :func:`has_kernel` admits."""
     if starts is not None or not q.is_cuda:
         return "triton"
     if q.shape[-1] == 128 and is_hopper(q) and finds("flash_attn.cute"):
@@ -168,7 +197,7 @@ def _forward_op(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None) -> tuple
     out, lse = _out_like(q, k, v, starts)
     if not q.numel():
         return out, lse
-    match choose_attention_kernel(q, k, v, starts):
+    match _fastest(q, k, v, starts):
         case "triton":
             return attend_within(q, k, v, starts, out, lse)
         case "flash-attn-4":
@@ -210,7 +239,7 @@ def _backward_op(
     unused = torch.empty(
         2, dtype=torch.int64, device=q.device
     )  # the state of dropout, of which there is none
-    match choose_attention_kernel(q, k, v, starts):
+    match _fastest(q, k, v, starts):
         case "triton":
             return attend_within_backward(grad, q, k, v, out, lse, starts, ends, *grads)
         case "flash-attn-4":

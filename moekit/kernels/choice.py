@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moekit.kernels._backend import finds, is_hopper, use_triton
+from moekit.kernels._backend import check_kernels, finds, is_hopper, use_triton
 
 
 class Products(NamedTuple):
@@ -34,14 +34,13 @@ def choose_products(who: str, kernels: str, n_rows: int, gate_up: Tensor) -> Pro
     ValueError
         For an unknown name, and where what was asked for cannot run.
     """
-    if kernels not in ("auto", "torch", "triton", "quack", "loop"):
-        raise ValueError(f"{who} needs kernels 'auto', 'torch', 'triton', 'quack' or 'loop', got {kernels!r}")
+    check_kernels(who, kernels)
     dtype = gate_up.dtype
     d, h, size = gate_up.shape[1], gate_up.shape[2] // 2, gate_up.element_size()
     if kernels == "auto":
         if dtype == torch.float64:
             kernels = "loop"
-        elif not use_triton(who, "auto", gate_up):
+        elif not use_triton(who, "auto", gate_up, multiplies=True):
             kernels = "torch"
     if kernels == "loop":
         return Products("loop", "loop", "loop", "torch")
@@ -54,16 +53,18 @@ def choose_products(who: str, kernels: str, n_rows: int, gate_up: Tensor) -> Pro
         )
     if kernels == "torch":
         return Products("torch", "torch", "torch", "torch")
-    use_triton(who, "triton", gate_up)  # or an error
     if kernels == "triton":
+        use_triton(who, kernels, gate_up, multiplies=True)  # or an error
         return Products("triton", "triton", "triton", "triton")
     if kernels == "auto" and dtype != torch.bfloat16:
         return Products("torch", "torch", "torch", "triton")
     has_quack = finds("quack")
     if kernels == "quack":
-        if not has_quack or dtype != torch.bfloat16:
-            got = f"{dtype}" if has_quack else "no package quack; pip install 'moekit[quack]'"
-            raise ValueError(f"{who} needs quack-kernels and bfloat16 for kernels='quack', got {got}")
+        if not (has_quack and dtype == torch.bfloat16 and use_triton(who, "auto", gate_up)):
+            got = f"{dtype} on {gate_up.device}"
+            if not has_quack:
+                got = "no package quack; pip install 'moekit[quack]'"
+            raise ValueError(f"{who} needs quack-kernels, CUDA and bfloat16 for kernels='quack', got {got}")
         return Products("quack", "quack", "quack", "triton")
     # Where groups are short, much of the time goes into writing results, which quack hides behind products.
     short = n_rows < 2048 * len(gate_up)

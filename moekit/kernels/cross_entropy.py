@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from moekit.kernels._backend import jit, next_power_of_2, operator, tl, use_triton
+from moekit.kernels._backend import check_shapes, jit, next_power_of_2, operator, tl, use_triton
 
 Losses = tuple[Float[Tensor, " n"], Float[Tensor, " n"]]
 
@@ -31,6 +31,7 @@ def cross_entropy_(
     In float32 at least, also inside. Consumes the logits, which must be contiguous: with ``with_grad`` it
     leaves their gradient from the sum over rows of cross-entropy plus ``z_weight`` times z-loss in them.
     """
+    check_shapes("cross_entropy_", targets=(targets, logits.shape[:1]), weights=(weights, logits.shape[:1]))
     if use_triton("cross_entropy_", kernels, logits):
         return torch.ops.moekit.cross_entropy_(logits, targets, weights, z_weight, with_grad)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moekit.kernels._backend import forget_saved, use_triton
+from moekit.kernels._backend import check_shapes, forget_saved, use_triton
 from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 
 
@@ -22,7 +22,15 @@ def feed_forward(
 
     With kernels the hidden activations are made again in the backward.
     """
+    d, h2 = gate_up.shape
+    if h2 % 2:
+        raise ValueError(f"feed_forward needs gate_up (d, 2h), two halves, got {tuple(gate_up.shape)}")
+    check_shapes("feed_forward", x=(x, (*x.shape[:-1], d)), down=(down, (h2 // 2, down.shape[-1])))
     if use_triton("feed_forward", kernels, x):
+        device = "cpu" if x.is_meta else x.device.type
+        if torch.is_autocast_enabled(device):  # here, so that the backward meets what the forward did
+            dtype = torch.get_autocast_dtype(device)
+            x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
         return _FeedForward.apply(x, gate_up, down)
     return swiglu(x @ gate_up) @ down
 

@@ -18,6 +18,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from moekit.kernels._backend import (
     TensorDescriptor,
+    aligned,
+    check_shapes,
     is_hopper,
     jit,
     loop_bound,
@@ -48,15 +50,18 @@ def grouped_mm(
         ``torch.nn.functional.grouped_mm``; one persistent Triton kernel; that of quack-kernels; or the loop
         over groups that defines the result, for any dtype, which reads the offsets on the host.
     """
+    r, (e, k, n) = len(rows), weights.shape
+    check_shapes("grouped_mm", rows=(rows, (r, k)), offsets=(offsets, (e,)), out=(out, (r, n)))
     if kernels == "loop":
         parts = [group @ w for group, w in zip(_groups(rows, offsets), weights, strict=True)]
         parts.append(rows.new_zeros(len(rows) - sum(map(len, parts)), weights.shape[-1]))
         return torch.cat(parts, out=out)
+    rows, weights = aligned(rows.contiguous()), aligned(weights)
     if kernels == "torch":
-        product = F.grouped_mm(rows, weights, offs=offsets.contiguous())  # it does not look at strides
+        product = torch_mm(rows, weights, offsets)
         return product if out is None else out.copy_(product)
     if kernels == "triton":
-        use_triton("grouped_mm", kernels, rows)  # or an error
+        use_triton("grouped_mm", kernels, rows, multiplies=True)  # or an error
     functional, into = {
         "triton": (torch.ops.moekit.grouped_mm, torch.ops.moekit.grouped_mm_into),
         "quack": (torch.ops.moekit.quack_mm, torch.ops.moekit.quack_mm_into),
@@ -85,7 +90,17 @@ def grouped_weight_grad(
         As for :func:`grouped_mm`. Triton's and quack's add before they round; the others add the rounded
         product.
     """
-    if kernels == "triton" and use_triton("grouped_weight_grad", kernels, rows):
+    r, k, n = len(rows), rows.shape[-1], grad.shape[-1]
+    check_shapes(
+        "grouped_weight_grad",
+        rows=(rows, (r, k)),
+        grad=(grad, (r, n)),
+        offsets=(offsets, (len(offsets),)),
+        into=(into, (len(offsets), k, n)),
+    )
+    if kernels != "loop":
+        rows, grad = aligned(rows.contiguous()), aligned(grad.contiguous())
+    if kernels == "triton" and use_triton("grouped_weight_grad", kernels, rows, multiplies=True):
         if into is not None:
             return torch.ops.moekit.grouped_weight_grad_into(rows, grad, offsets, into)
         return torch.ops.moekit.grouped_weight_grad(rows, grad, offsets)
@@ -97,10 +112,18 @@ def grouped_weight_grad(
         pairs = zip(_groups(rows, offsets), _groups(grad, offsets), strict=True)
         product = torch.stack([x.T @ y for x, y in pairs])
     else:
-        product = F.grouped_mm(rows.T, grad, offs=offsets.contiguous())
+        product = torch_mm(rows.T, grad, offsets)
     if into is None:
         return product
     into.add_(product)
+
+
+def torch_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    """Return ``torch.nn.functional.grouped_mm``, whose fake form knows bfloat16 alone."""
+    offsets = offsets.contiguous()  # it does not look at strides
+    if torch.compiler.is_compiling() and a.dtype != torch.bfloat16:
+        return torch.ops.moekit.torch_mm(a, b, offsets)
+    return F.grouped_mm(a, b, offs=offsets)
 
 
 def _groups(rows: Tensor, offsets: Tensor) -> list[Tensor]:
@@ -109,6 +132,17 @@ def _groups(rows: Tensor, offsets: Tensor) -> list[Tensor]:
 
 
 # --- Launches -------------------------------------------------------------------------
+
+
+@operator("moekit::torch_mm")
+def _torch_mm_op(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+    return F.grouped_mm(aligned(a), aligned(b), offs=offsets)
+
+
+@_torch_mm_op.register_fake
+def _(a, b, offsets):
+    return a.new_empty(*(() if b.ndim == 3 else (len(offsets),)), a.shape[0], b.shape[-1])
+
 
 BLOCK_M = 128  # rows of a tile of the result; its columns are 512 bytes
 BLOCK_BYTES = 128  # of what is summed over, a step
@@ -147,18 +181,21 @@ def _launch(rows: Tensor, weights: Tensor, offsets: Tensor, out: Tensor) -> None
     weights = weights.contiguous()
     if not out.numel():
         return
+    target, rows, weights = aligned(out), aligned(rows), aligned(weights)
     block_k, block_n = BLOCK_BYTES // rows.element_size(), 512 // rows.element_size()
     tile = [block_n, block_k] if transposed else [block_k, block_n]
     _multiply[(n_processors(rows.device),)](
         TensorDescriptor.from_tensor(rows, [BLOCK_M, block_k]),
         TensorDescriptor.from_tensor(rows, [BLOCK_M // 2, block_k]),
         TensorDescriptor.from_tensor(weights.flatten(0, 1), tile),
-        TensorDescriptor.from_tensor(out, [BLOCK_M, block_n]),
-        *(out, offsets),
+        TensorDescriptor.from_tensor(target, [BLOCK_M, block_n]),
+        *(target, offsets),
         **dict(n_groups=e, K=k, N=n, TRANSPOSED=transposed),
         **dict(BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=block_k),
         **dict(num_warps=8, num_stages=3),
     )
+    if target is not out:
+        out.copy_(target)
 
 
 @operator("moekit::grouped_weight_grad")
@@ -194,8 +231,8 @@ def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor
         return
     size = rows.element_size()
     # The memory system adds whole tiles of float32, where a tile is of one matrix.
-    quarters = None
-    if is_hopper(rows) and add and out.dtype == torch.float32 and k % BLOCK_M == 0 and n % 4 == 0:
+    quarters, fits = None, k % BLOCK_M == 0 and n % 4 == 0 and out.data_ptr() % 16 == 0
+    if is_hopper(rows) and add and out.dtype == torch.float32 and fits:
         quarters = TensorDescriptor.from_tensor(out.view(e * k, n), [BLOCK_M, 128 // size])
     _multiply_transposed[(n_processors(rows.device),)](
         *(rows, grad, out, quarters, offsets),
@@ -254,30 +291,19 @@ def _(rows, grad, offsets, into):
     return None
 
 
-def _product_flops(rows_shape, weights_shape, *_, **__) -> int:
-    return 2 * rows_shape[0] * weights_shape[1] * weights_shape[2]
-
-
-def _weight_grad_flops(rows_shape, grad_shape, *_, **__) -> int:
-    return 2 * rows_shape[0] * rows_shape[1] * grad_shape[1]
-
-
 register_flop_formula(
     [
+        torch.ops.moekit.torch_mm,
         torch.ops.moekit.grouped_mm,
         torch.ops.moekit.grouped_mm_into,
-        torch.ops.moekit.quack_mm,
-        torch.ops.moekit.quack_mm_into,
-    ]
-)(_product_flops)
-register_flop_formula(
-    [
         torch.ops.moekit.grouped_weight_grad,
         torch.ops.moekit.grouped_weight_grad_into,
+        torch.ops.moekit.quack_mm,
+        torch.ops.moekit.quack_mm_into,
         torch.ops.moekit.quack_weight_grad,
         torch.ops.moekit.quack_weight_grad_into,
     ]
-)(_weight_grad_flops)
+)(lambda a, b, *_, **__: 2 * a[0] * a[1] * b[-1])
 
 
 # --- Kernels --------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from moekit.kernels._backend import jit, next_power_of_2, operator, tl, use_triton
+from moekit.kernels._backend import check_shapes, jit, next_power_of_2, operator, tl, use_triton
 
 Slots = Int[Tensor, "t k"]
 
@@ -102,6 +102,7 @@ class _ToTokens(torch.autograd.Function):
 
 def scatter(x: Float[Tensor, "t d"], slots: Slots, *, kernels: str = "auto") -> Float[Tensor, "r d"]:
     """Return rows with ``rows[slots[i, j]] = x[i]``: (1 + k) values moved a token and feature."""
+    check_shapes("scatter", x=(x, (len(slots), x.shape[-1])))
     if use_triton("scatter", kernels, x):
         return torch.ops.moekit.scatter_rows(x, slots)
     return x[invert(slots.flatten()) // slots.shape[1]]
@@ -116,6 +117,13 @@ def gather_sum(
     kernels: str = "auto",
 ) -> Float[Tensor, "t d"]:
     """Return ``sum over j of weights[i, j] rows[slots[i, j]]``: (k + 1) values moved a token and feature."""
+    d = rows.shape[-1]
+    check_shapes(
+        "gather_sum",
+        rows=(rows, (slots.numel(), d)),
+        weights=(weights, slots.shape),
+        base=(base, (len(slots), d)),
+    )
     if use_triton("gather_sum", kernels, rows):
         return torch.ops.moekit.gather_sum(rows, slots, weights, base)
     wide = rows[slots].to(torch.promote_types(rows.dtype, torch.float32))
@@ -132,6 +140,13 @@ def gather_sum_backward(
     kernels: str = "auto",
 ) -> tuple[Float[Tensor, "r d"], Float[Tensor, "t k"]]:
     """Return the gradients of rows and weights in one pass: (1 + 2 k) values moved a token and feature."""
+    d = rows.shape[-1]
+    check_shapes(
+        "gather_sum_backward",
+        grad=(grad, (len(slots), d)),
+        rows=(rows, (slots.numel(), d)),
+        weights=(weights, slots.shape),
+    )
     if use_triton("gather_sum_backward", kernels, rows):
         return torch.ops.moekit.gather_sum_backward(grad, rows, slots, weights)
     wide = grad.to(weights.dtype)

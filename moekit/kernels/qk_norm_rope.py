@@ -13,7 +13,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from moekit.kernels._backend import jit, next_power_of_2, operator, tl, use_triton
+from moekit.kernels._backend import check_shapes, jit, next_power_of_2, operator, tl, use_triton
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines, each (s, h / 2)
 Gain = Float[Tensor, " h"] | None
@@ -69,7 +69,12 @@ def qk_norm_rope(
     Dehghani et al., Scaling Vision Transformers to 22 Billion Parameters, 2023 (norms of queries and keys).
     https://arxiv.org/abs/2302.05442
     """
-    d_head = qkv.shape[-1] // (n_heads + 2 * n_kv_heads)
+    d_head = check_qkv("qk_norm_rope", qkv, rope, n_heads, n_kv_heads)
+    for name, gain, n in (("q_gain", q_gain, n_heads), ("k_gain", k_gain, n_kv_heads)):
+        if gain is not None and gain.shape not in ((d_head,), (n * d_head,)):
+            raise ValueError(
+                f"qk_norm_rope needs {name} ({d_head},) or ({n * d_head},), got {tuple(gain.shape)}"
+            )
     if use_triton("qk_norm_rope", kernels, qkv) and is_per_head(q_gain, k_gain, d_head):
         return _QKNormRope.apply(qkv, q_gain, k_gain, *rope, n_heads, n_kv_heads, eps)
     q, k, v = qkv.split([n_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_head], -1)
@@ -82,6 +87,20 @@ def qk_norm_rope(
 
     q, k, v = rotate(heads(q, q_gain), rope), rotate(heads(k, k_gain), rope), heads(v, None)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def check_qkv(who: str, qkv: Tensor, rope: Rope, n_heads: int, n_kv_heads: int) -> int:
+    """Return d_head, if a projection's output is of so many heads of an even width, and the tables fit."""
+    n = n_heads + 2 * n_kv_heads
+    if qkv.ndim != 3 or qkv.shape[-1] % (2 * n):
+        raise ValueError(
+            f"{who} needs qkv (b, s, {n} h) for {n_heads=}, {n_kv_heads=} and an even h, "
+            f"got {tuple(qkv.shape)}"
+        )
+    d_head = qkv.shape[-1] // n
+    table = qkv.shape[1], d_head // 2
+    check_shapes(who, cosines=(rope[0], table), sines=(rope[1], table))
+    return d_head
 
 
 def is_per_head(q_gain: Tensor | None, k_gain: Tensor | None, d_head: int) -> bool:
@@ -113,12 +132,6 @@ def qk_norm_rope_forward(
 ) -> Heads:
     """Launch the Triton kernel of :func:`qk_norm_rope`; values are a view. Not differentiable."""
     n, m = n_heads, n_kv_heads
-    half = qkv.shape[-1] // (n + 2 * m) // 2
-    if any(table.shape != (qkv.shape[1], half) for table in rope):
-        raise ValueError(
-            f"qk_norm_rope needs cosines and sines ({qkv.shape[1]}, {half}), got "
-            f"{[tuple(table.shape) for table in rope]}"
-        )
     qk = torch.ops.moekit.qk_norm_rope(qkv, q_gain, k_gain, *rope, n, m, eps)
     v = qkv.unflatten(-1, (n + 2 * m, -1))[:, :, n + m :]
     return qk[:, :, :n].transpose(1, 2), qk[:, :, n:].transpose(1, 2), v.transpose(1, 2)

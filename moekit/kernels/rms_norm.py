@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from moekit.kernels._backend import jit, n_processors, next_power_of_2, operator, tl, use_triton
+from moekit.kernels._backend import (
+    check_shapes,
+    jit,
+    n_processors,
+    next_power_of_2,
+    operator,
+    tl,
+    use_triton,
+)
 
 _TILE = 4096  # elements that a program holds at once, or a row
 
@@ -29,6 +37,7 @@ def rms_norm(
 
     Pure and differentiable; keeps ``x``, ``gain`` and a float32 a row.
     """
+    check_shapes("rms_norm", gain=(gain, x.shape[-1:]), residual=(residual, x.shape))
     if use_triton("rms_norm", kernels, x):
         return _RMSNorm.apply(x, gain, residual, eps)
     y = F.rms_norm(x, (x.shape[-1],), gain, eps)

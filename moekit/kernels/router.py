@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moekit.kernels import _backend
-from moekit.kernels._backend import jit, next_power_of_2, operator, tl, use_triton
+from moekit.kernels._backend import check_shapes, jit, next_power_of_2, operator, tl, use_triton
 
 # --- Logits ---------------------------------------------------------------------------
 
@@ -94,16 +94,25 @@ def choose(
     Pure, differentiable in ``logits`` through scores and weights. The experts with the best biased scores are
     chosen, the lower id where two are equal, unless ``expert_ids`` says which.
     """
+    t, n_experts = logits.shape
+    if not 1 <= top_k <= n_experts:
+        raise ValueError(f"choose needs top_k from 1 to the {n_experts} experts, got {top_k}")
+    check_shapes("choose", bias=(bias, (n_experts,)), expert_ids=(expert_ids, (t, top_k)))
     if use_triton("choose", kernels, logits):
         return _Choose.apply(logits, bias, expert_ids, top_k, score, normalize, scale)
     scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
     if expert_ids is None:
         biased = scores.detach() if bias is None else scores.detach() + bias
-        expert_ids = biased.topk(top_k, dim=-1).indices
+        expert_ids = best(biased, top_k)
     weights = scores.gather(-1, expert_ids)
     if normalize == "l1":
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
     return scores, expert_ids, weights * scale
+
+
+def best(scores: Float[Tensor, "t n"], k: int) -> Int[Tensor, "t k"]:
+    """Return where the k largest are, the lower index first where two are equal, which topk leaves open."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 class _Choose(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from moekit.kernels._backend import jit, next_power_of_2, operator, tl, use_triton
+from moekit.kernels._backend import check_shapes, jit, next_power_of_2, operator, tl, use_triton
 
 Weights = Float[Tensor, " r"] | None
 End = Int[Tensor, " e"] | None  # its last element is where valid rows end
@@ -26,10 +26,18 @@ def swiglu(gate_up: Float[Tensor, "*n h2"]) -> Float[Tensor, "*n h"]:
 
 def swiglu_forward(gate_up: Float[Tensor, "r h2"], weights: Weights, end: End, *, kernels: str = "auto"):
     """Return the hidden rows (r, h), each times its weight; undefined past the end. Not differentiable."""
+    _check("swiglu_forward", gate_up, weights)
     if use_triton("swiglu_forward", kernels, gate_up):
         return torch.ops.moekit.swiglu(gate_up, weights, end)
     hidden = _wide(gate_up)[-1]
     return (hidden if weights is None else hidden * weights[:, None]).to(gate_up.dtype)
+
+
+def _check(who: str, gate_up: Tensor, weights: Tensor | None, grad: Tensor | None = None) -> None:
+    r, h2 = gate_up.shape
+    if h2 % 2:
+        raise ValueError(f"{who} needs gate_up (r, 2h), two halves, got {tuple(gate_up.shape)}")
+    check_shapes(who, weights=(weights, (r,)), grad=(grad, (r, h2 // 2)))
 
 
 def _wide(gate_up: Tensor) -> tuple[Tensor, ...]:
@@ -54,6 +62,7 @@ def swiglu_backward(
     Not differentiable. Rows past the end are undefined. ``in_place`` lets the first take the memory of
     ``gate_up``, and the second that of ``grad``.
     """
+    _check("swiglu_backward", gate_up, weights, grad)
     if use_triton("swiglu_backward", kernels, gate_up):
         if in_place:
             grad_weights = torch.ops.moekit.swiglu_backward_(grad, gate_up, weights, end)

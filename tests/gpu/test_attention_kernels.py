@@ -85,7 +85,7 @@ def test_the_output_and_every_gradient_are_those_of_float64(case):
 def test_whole_rows_are_attended_to_by_each_kernel_that_may_be_chosen(name, monkeypatch):
     if name == "flash-attn-4" and not finds("flash_attn.cute"):
         pytest.skip("flash-attn-4 is not installed: no package named flash_attn.cute")
-    monkeypatch.setattr(attention, "choose_attention_kernel", lambda *_: name)
+    monkeypatch.setattr(attention, "_fastest", lambda *_: name)
     for case in ("whole rows, grouped", "whole rows, wide and odd"):
         case = CASES[case]()
         assert_near(run(case, torch.bfloat16, fused=True), run(case, torch.float64, fused=False))

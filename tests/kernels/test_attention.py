@@ -12,7 +12,13 @@ import moekit as mk
 from moekit import model
 from moekit._split_backward import backward_of_input
 from moekit.context import attend
-from moekit.kernels.attention import attention_of_qkv, causal_attention, find_documents, has_kernel
+from moekit.kernels.attention import (
+    attention_of_qkv,
+    causal_attention,
+    choose_attention_kernel,
+    find_documents,
+    has_kernel,
+)
 from moekit.kernels.qk_norm_rope import qk_norm_rope
 
 
@@ -182,11 +188,22 @@ def test_the_operators_have_fakes_of_their_shapes():
 
 
 def test_a_d_head_that_the_kernels_lack_is_left_to_torch_or_refused():
-    x = draw(1, dtype=torch.bfloat16)
+    x = draw(1, dtype=torch.float16)
     assert not has_kernel("test", "auto", x, 128)  # on a CPU
     assert has_kernel("test", "triton", x, 128)
     with refuses("test needs d_head in (16, 32, 64, 128) and half precision for kernels='triton', got 4"):
         has_kernel("test", "triton", x, 4)
+
+
+def test_what_attends_on_a_cpu_is_torch_unless_the_interpreter_is_asked_for():
+    q = draw(1, 2, 5, 16, dtype=torch.float32)
+    for kernels, name in (("auto", "torch"), ("torch", "torch"), ("triton", "triton")):
+        assert choose_attention_kernel(q, q, q, kernels=kernels) == name
+
+
+def test_the_interpreter_refuses_bfloat16_which_it_cannot_multiply():
+    with refuses("test needs compiled kernels for kernels='triton' and bfloat16, of which Triton's"):
+        has_kernel("test", "triton", draw(1, dtype=torch.bfloat16), 128)
 
 
 def test_features_that_are_no_neighbours_change_nothing():

@@ -1,7 +1,8 @@
 import pytest
 import torch
-from reference import draw
+from reference import close, draw, expanded, refuses, unaligned
 
+import moekit as mk
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 
 # Rows of each group, and rows after the last: full tiles, halves of them, parts, nothing.
@@ -61,6 +62,34 @@ def test_gradients_are_added_to_a_float32_buffer(kernels):
         assert grouped_weight_grad(rows, grad, offsets, into=buffer, kernels=kernels) is None
     # Triton adds before it rounds, the others the rounded product.
     close_to(buffer - 2, 2 * want, 1e-6 if kernels == "triton" else 1e-2)
+
+
+def test_the_interpreter_refuses_bfloat16_which_it_cannot_multiply():
+    rows, grad, weights, offsets, _ = make([4, 4], 0, 16, 16, torch.bfloat16)
+    with refuses("grouped_mm needs compiled kernels for kernels='triton' and bfloat16"):
+        grouped_mm(rows, weights, offsets, kernels="triton")
+    with refuses("grouped_weight_grad needs compiled kernels for kernels='triton' and bfloat16"):
+        grouped_weight_grad(rows, grad, offsets, kernels="triton")
+    with refuses("expert_forward needs compiled kernels for kernels='triton' and bfloat16"):
+        mk.expert_forward({"gate_up": weights, "down": weights[:, :8]}, rows, offsets, kernels="triton")
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("lay", [unaligned, expanded])
+def test_operands_may_begin_anywhere_and_repeat(kernels, lay):
+    rows, grad, weights, offsets, _ = make([40, 0, 56], 0, 64, 96, torch.float32)
+    for moved in ((lay(rows), weights), (rows, lay(weights)), (rows, lay(weights.mT).mT)):
+        want = grouped_mm(*(x.contiguous() for x in moved), offsets, kernels="loop")
+        close(grouped_mm(*moved, offsets, kernels=kernels), want, 1e-4)
+        out = unaligned(torch.zeros_like(want))
+        close(grouped_mm(*moved, offsets, out=out, kernels=kernels), want, 1e-4)
+        assert out.data_ptr() % 16
+    into = unaligned(torch.zeros(3, 64, 96))
+    for moved in ((lay(rows), grad), (rows, lay(grad))):
+        want = grouped_weight_grad(*moved, offsets, kernels="loop")
+        close(grouped_weight_grad(*moved, offsets, kernels=kernels), want, 1e-4)
+        grouped_weight_grad(*moved, offsets, into=into.zero_(), kernels=kernels)
+        close(into, want, 1e-4)
 
 
 @pytest.mark.parametrize("kernels", ["loop", "torch", "triton"])

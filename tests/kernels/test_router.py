@@ -2,9 +2,11 @@ import itertools
 
 import pytest
 import torch
-from reference import draw
+from reference import draw, refuses
 
-from moekit.kernels import _backend
+import moekit as mk
+from moekit.kernels import _backend, choose_products
+from moekit.kernels.attention import choose_attention_kernel
 from moekit.kernels.router import choose, router_logits
 
 SHAPES = [(0, 4, 2), (1, 1, 1), (33, 8, 2), (70, 48, 4), (5, 128, 8)]  # tokens, experts, choices
@@ -37,10 +39,11 @@ def with_gradients(logits, options, kernels):
 
 def test_the_lower_of_two_equal_experts_is_chosen():
     for kernels in ("torch", "triton"):
-        _, ids, _ = choose(
-            torch.zeros(3, 6), top_k=3, score="softmax", normalize="l1", scale=1.0, kernels=kernels
-        )
-        assert ids.sort().values.tolist() == [[0, 1, 2]] * 3 or kernels == "torch"
+        for n in (6, 96):
+            options = dict(top_k=3, score="softmax", normalize="l1", scale=1.0, kernels=kernels)
+            assert choose(torch.zeros(3, n), **options)[1].tolist() == [[0, 1, 2]] * 3
+            two_best = torch.zeros(3, n).index_fill(1, torch.tensor([4, n - 1]), 1.0)
+            assert choose(two_best, **options)[1].tolist() == [[4, n - 1, 0]] * 3
 
 
 def test_experts_of_a_token_differ_and_exist_also_where_logits_are_no_numbers():
@@ -73,3 +76,37 @@ def test_the_backend_is_asked_for_by_name():
         _backend.use_triton("choose", "cuda", torch.zeros(1))
     with pytest.raises(ValueError, match="needs kernels='torch' for float64"):
         _backend.use_triton("choose", "triton", torch.zeros(1, dtype=torch.float64))
+
+
+def test_a_cpu_is_told_of_the_interpreter(monkeypatch):
+    monkeypatch.setattr(_backend, "INTERPRETED", False)
+    message = (
+        "for kernels='triton', got a tensor on cpu; take 'auto' or 'torch', or set TRITON_INTERPRET=1 before"
+    )
+    x, gate_up = torch.zeros(1, 16), torch.zeros(1, 16, 16)
+    for ask in (
+        lambda: _backend.use_triton("choose", "triton", x),
+        lambda: choose_products("moe", "triton", 1, gate_up),
+        lambda: choose_attention_kernel(*[x[None, None]] * 3, kernels="triton"),
+    ):
+        with refuses(message):
+            ask()
+
+
+def test_the_interpreter_is_not_chosen_for_products_of_bfloat16_on_a_device_either(monkeypatch):
+    monkeypatch.setattr(_backend, "INTERPRETED", True)
+    monkeypatch.setattr(_backend, "on_cuda", lambda x: True)
+    x = torch.zeros(1, 16, 16, dtype=torch.bfloat16)
+    assert _backend.use_triton("rms_norm", "auto", x)
+    assert choose_products("moe", "auto", 1, x).forward == "torch"
+    with refuses("moe needs compiled kernels for kernels='triton' and bfloat16"):
+        choose_products("moe", "triton", 1, x)
+
+
+def test_a_layer_names_the_kernels_that_were_asked_for(unchecked):
+    params = {"router": torch.zeros(16, 2), "experts": {"gate_up": torch.zeros(2, 16, 16)}}
+    params["experts"]["down"] = torch.zeros(2, 8, 16)
+    with refuses("moe needs kernels 'auto', 'torch', 'triton', 'quack' or 'loop', got 'cuda'"):
+        mk.moe(params, torch.zeros(3, 16), top_k=1, kernels="cuda")
+    with refuses("moe needs quack-kernels, CUDA and bfloat16 for kernels='quack', got "):
+        mk.moe(params, torch.zeros(3, 16), top_k=1, kernels="quack")
