@@ -12,6 +12,8 @@ from exchanges import D, K, hurried, layers, make_mesh, make_params, tokens
 
 import moekit as mk
 from moekit.kernels.permute import count_experts
+from moekit.plan import split_layers
+from moekit.schedules import interleaved
 from moekit.testing import check_transport, ranks
 
 # --- The contract ---------------------------------------------------------------------
@@ -225,6 +227,56 @@ def kept_by_loops(ids, weights, n_experts, capacity, overflow):
 @pytest.mark.parametrize("factor", [0.3, 0.75])
 def test_routes_without_room_add_nothing_and_are_counted(overflow, factor):
     ranks(3)(overflowing, overflow, factor)
+
+
+def dropped_by_a_model(pp, recompute):
+    """Return the statistics of a batch in two micro-batches, and what the layers' plans say was dropped."""
+    mesh = mk.make_mesh(pp=pp, ep=2, device="cpu")
+    inner = mesh["edp", "ep"]
+    config = mk.ModelConfig(
+        vocab_size=16, d_model=8, n_layers=2, n_heads=2, n_kv_heads=1, d_head=4,
+        n_experts=8, top_k=2, d_expert=4,
+    )  # fmt: skip
+    via = mk.rowwise.of(config, mesh["ep"], n_tokens=2 * 6, dtype=torch.float32, capacity_factor=0.75)
+    plan, planned = via.plan, []
+
+    def noted(routing):
+        found = plan(routing)
+        if not torch._C._current_autograd_node():  # a layer that is recomputed drops the same again
+            planned.append(found.dropped.sum())
+        return found
+
+    via.plan = noted
+    block = mk.remat(mk.model.transformer_block, recompute)
+    options = dict(config=config, via=via, block=block, mesh=inner)
+    stages = split_layers(config, pp)
+    place = mesh["pp"].get_local_rank() if pp > 1 else 0
+    params = mk.init_params(config, stages=[stages[place]], mesh=mesh)
+    ids = torch.arange(4) + 4 * inner["ep"].get_local_rank()
+    sequences = (ids[:, None] + torch.arange(7)) ** 2 % 16
+    batch = mk.batch.make_batch(sequences, torch.zeros_like(sequences), ids)
+    batch = mk.count_tokens(batch, mesh=inner)
+    if pp == 1:
+        loss = partial(mk.next_token_loss, **options)
+        grad_fn = mk.accumulate(mk.value_and_grad(loss, has_aux=True), 2)
+    else:
+        grad_fn = mk.pipeline(
+            [partial(mk.model.stage_loss, stage=stage, **options) for stage in stages],
+            schedule=interleaved(pp, 2, 1),
+            boundary=lambda part: torch.empty(*part.tokens.shape, config.d_model),
+            mesh=mesh["pp"],
+        )
+    (_, stats), _ = grad_fn(params, batch)
+    stats = mk.mesh.sum_over_ranks(stats, mesh=mesh)
+    return int(stats["n_dropped"]), int(stats["n_routes"]), int(sum(planned))
+
+
+@pytest.mark.parametrize(("pp", "recompute"), [(1, "none"), (1, "block"), (2, "none")])
+def test_the_statistics_count_what_all_ranks_layers_and_micro_batches_dropped(pp, recompute):
+    found = ranks(2 * pp)(dropped_by_a_model, pp, recompute)
+    dropped = sum(planned for _, _, planned in found)
+    assert dropped > 0
+    assert {of_rank[:2] for of_rank in found} == {(dropped, 2 * 2 * 4 * 6 * 2)}  # layers, ranks, rows, ids, k
 
 
 def refusing():
