@@ -7,6 +7,7 @@ backward of each way is the other way. Shapes do not depend on the routing and t
 """
 
 import math
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,9 @@ class rowwise:
         By default the mesh's, or the CPU.
     kernels : {"auto", "torch", "triton"}
         As for :mod:`moekit.kernels`. On CUDA ``"torch"`` waits for the device.
+    timeout : timedelta, optional
+        How long a rank waits for the others, by default as in collectives of the mesh; then a layer raises,
+        and on CUDA the device stops. See :meth:`moekit.symmetric.SymmetricMemory.barrier`.
 
     Attributes
     ----------
@@ -89,6 +93,7 @@ class rowwise:
         overflow: Overflow = "even",
         device: str | torch.device | None = None,
         kernels: str = "auto",
+        timeout: timedelta | None = None,
     ):
         if mesh is not None and mesh.ndim != 1:
             raise ValueError(f"rowwise needs a one-axis mesh, got {mesh.mesh_dim_names}; pass mesh['ep']")
@@ -98,6 +103,7 @@ class rowwise:
             raise ValueError(f"rowwise needs kernels 'auto', 'torch' or 'triton', got {kernels!r}")
         size = 1 if mesh is None else mesh.size()
         self.capacity = rows_of_rank(size, n_tokens, n_experts, top_k, capacity_factor)
+        self.n_tokens = math.inf if capacity_factor else n_tokens  # that may come from a rank
         self.mesh, self.n_experts, self.top_k = mesh, n_experts, top_k
         self.d_model, self.dtype, self.kernels = d_model, dtype, kernels
         self.overflow = "refuse" if capacity_factor is None else overflow
@@ -106,7 +112,10 @@ class rowwise:
         if device == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self.memory = SymmetricMemory(
-            layout(size, self.capacity, d_model, n_experts, dtype), mesh=mesh, device=torch.device(device)
+            layout(size, self.capacity, d_model, n_experts, dtype),
+            mesh=mesh,
+            device=torch.device(device),
+            timeout=timeout,
         )
         self.n_bytes = self.memory.n_bytes
         self._in_use: set[str] = set()  # buffers of which some rank may not be done
@@ -133,6 +142,11 @@ class rowwise:
             raise ValueError(
                 f"rowwise was made for {self.n_experts} experts and top_k={self.top_k}, got "
                 f"{routing.n_experts} and {routing.expert_ids.shape[1]}; make another"
+            )
+        if len(routing.expert_ids) > self.n_tokens:
+            raise ValueError(
+                f"rowwise was made for n_tokens={self.n_tokens} of a rank, got {len(routing.expert_ids)}; "
+                "make another, or give it a capacity_factor"
             )
         counts = self._claim("counts")
         everyone = routing.counts.expand(self.memory.size, -1)
@@ -161,11 +175,7 @@ class rowwise:
         self, x: Float[Tensor, "t d"], places: Int[Tensor, "t k"], weights: Float[Tensor, "t k"] | None = None
     ) -> tuple[Float[Tensor, "r d"], Float[Tensor, " r"] | None]:
         """Return the rows, and weights, that came here: the buffers, as they are until the next ``send``."""
-        if x.dtype != self.dtype or x.shape[1] != self.d_model:
-            raise ValueError(
-                f"rowwise was made for {self.dtype} tokens of width {self.d_model}, got {x.dtype} and "
-                f"{x.shape[1]}; make another"
-            )
+        self._check(x, "tokens")
         rows = self._claim("rows in")
         put(x, places, rows, kernels=self.kernels)
         if weights is not None:
@@ -186,6 +196,8 @@ class rowwise:
 
         ``rows`` are copied unless they are what :meth:`outgoing` gave.
         """
+        if rows is not None:
+            self._check(rows, "rows")
         out = self._claim("rows out")
         numbers = self.memory.tensors["weights out"]
         if rows is not None and rows is not out.mine:
@@ -201,6 +213,15 @@ class rowwise:
     def outgoing(self) -> Float[Tensor, "r d"]:
         """Return where rows that are to be fetched can be made."""
         return self._claim("rows out").mine
+
+    def _check(self, x: Tensor, what: str) -> None:
+        """Raise for tokens or rows other than those of the buffers."""
+        device = self.memory.tensors["counts"].mine.device
+        if (x.dtype, x.shape[1], x.device) != (self.dtype, self.d_model, device):
+            raise ValueError(
+                f"rowwise was made for {self.dtype} {what} of width {self.d_model} on {device}, got "
+                f"{x.dtype} and {x.shape[1]} on {x.device}; make another"
+            )
 
     def _claim(self, name: str):
         """Return a buffer that no rank reads any more."""

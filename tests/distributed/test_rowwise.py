@@ -2,8 +2,15 @@
 
 import copy
 import gc
+import os
+import re
+import signal
+import socket
+import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +18,7 @@ import torch.distributed as dist
 from exchanges import D, K, hurried, layers, make_mesh, make_params, tokens
 
 import moekit as mk
+from moekit import symmetric
 from moekit.kernels.permute import count_experts
 from moekit.plan import split_layers
 from moekit.schedules import interleaved
@@ -119,6 +127,44 @@ def test_a_rank_that_needs_fewer_gradients_changes_none_of_the_others(frozen):
     for mine, theirs in zip(got, want, strict=True):
         for once, wanted in zip(mine, theirs, strict=True):
             assert once and all(torch.equal(grad, wanted[name]) for name, grad in once.items())
+
+
+def two_layers_backward(order, functions):
+    """Return the gradients of two layers that share buffers, both forwards first unless order is None."""
+    mesh, dtype = make_mesh(), torch.float64
+    via = mk.rowwise(mesh, n_tokens=6, d_model=D, n_experts=4, top_k=K, dtype=dtype)
+    forwards = []
+    for seed in range(2):
+        params, leaves = make_params(4, dtype, seed)
+        forwards.append((params, [tokens(5 - seed + dist.get_rank(), dtype, seed), *leaves]))
+
+    def forward(i):
+        params, (x, *_) = forwards[i]
+        if functions == "moe":
+            return mk.moe(params, x, top_k=K, via=via, kernels="loop", mesh=mesh)[0]
+        sent = mk.dispatch(x, mk.route(params["router"], x, top_k=K), via=via, mesh=mesh)
+        rows = mk.expert_forward(params["experts"], sent.rows, sent.offsets, kernels="loop")
+        return mk.combine(rows, sent)
+
+    def backward(i, y):
+        return torch.autograd.grad(y.square().sum(), forwards[i][1])
+
+    if order is None:
+        return [backward(i, forward(i)) for i in range(2)]
+    outputs = [forward(i) for i in range(2)]
+    grads = {i: backward(i, outputs[i]) for i in order}
+    return [grads[i] for i in range(2)]
+
+
+@pytest.mark.parametrize("functions", ["moe", "dispatch and combine"])
+def test_layers_that_share_buffers_can_go_backward_in_any_order(functions):
+    one_by_one, *others = (
+        ranks(2)(two_layers_backward, order, functions) for order in (None, (0, 1), (1, 0))
+    )
+    for got in others:
+        for mine, wanted in zip(got, one_by_one, strict=True):
+            for a, b in zip(mine, wanted, strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def one_process(**options):
@@ -300,12 +346,62 @@ def test_too_many_rows_are_refused_on_every_rank_with_the_numbers():
 def more_tokens_than_there_is_room_for():
     via = mk.rowwise(make_mesh(), n_tokens=2, d_model=D, n_experts=2, top_k=1, dtype=torch.float32)
     params, _ = make_params(2, torch.float32)
-    with pytest.raises(ValueError, match="has it for 4; a larger n_tokens"):
+    with pytest.raises(ValueError, match="made for n_tokens=2 of a rank, got 3; make another, or give it a"):
         mk.moe(params, torch.ones(3, D), top_k=1, via=via, mesh=via.mesh)
 
 
 def test_without_a_capacity_factor_nothing_is_dropped_so_more_tokens_are_refused():
     ranks(2)(more_tokens_than_there_is_room_for)
+
+
+# --- Ranks that do not come -----------------------------------------------------------
+
+SECONDS = 3
+
+
+def with_others_gone(how, folder):
+    """Return what the first rank is told, and after how long, when the last one goes in mid-exchange."""
+    mesh, last = make_mesh(), dist.get_rank() == dist.get_world_size() - 1
+    sizes = dict(n_tokens=4, d_model=D, n_experts=6, top_k=K, dtype=torch.float32)
+    via = mk.rowwise(mesh, **sizes, timeout=timedelta(seconds=SECONDS))
+    params, leaves = make_params(6, torch.float32)
+    meet, begun = via._meet, time.monotonic()
+
+    def go(*names):
+        if last and names == ("rows in",):
+            os.kill(os.getpid(), signal.SIGKILL)
+        meet(*names)
+
+    def layer():
+        y = mk.moe(params, tokens(4, torch.float32), top_k=K, via=via, kernels="loop", mesh=mesh)[0]
+        torch.autograd.grad(y.sum(), leaves)
+
+    layer()
+    if how == "killed":
+        via._meet = go
+    elif last:
+        return time.sleep(2 * SECONDS)  # it lives, and calls one layer less
+    try:
+        layer()
+    except RuntimeError as error:
+        told = str(error)
+    else:
+        told = "nothing"
+    (folder / str(dist.get_rank())).write_text(f"{time.monotonic() - begun} {told}")
+
+
+@pytest.mark.parametrize("how", ["killed", "calls fewer layers"])
+def test_a_rank_that_does_not_come_is_an_error_on_the_others_within_the_timeout(how, tmp_path):
+    if how == "killed":
+        with pytest.raises(RuntimeError, match="rank 2 of 3 failed:\nthe process ended with exit code -9"):
+            ranks(3, grace=2 * SECONDS)(with_others_gone, how, tmp_path)
+    else:
+        ranks(3)(with_others_gone, how, tmp_path)
+    barriers = {"killed": (10, 9), "calls fewer layers": (9, 8)}[how]
+    for rank in range(2):
+        seconds, told = (tmp_path / str(rank)).read_text().split(maxsplit=1)
+        assert float(seconds) < 2 * SECONDS
+        assert f"got to barrier {barriers[0]}" in told and f"{{2: {barriers[1]}}}" in told, told
 
 
 # --- Races ----------------------------------------------------------------------------
@@ -368,9 +464,22 @@ def test_the_capacity_is_what_is_said():
 
 
 def refused_on_ranks():
-    mesh = make_mesh()
-    with pytest.raises(ValueError, match="needs one layout on all ranks"):
-        mk.rowwise(mesh, n_tokens=4 + dist.get_rank(), d_model=D, n_experts=4, top_k=2)
+    mesh, here = make_mesh(), dist.get_rank()
+    sizes = dict(n_tokens=4, d_model=D, n_experts=4, top_k=2)
+    for differ, numbers in [
+        (dict(n_tokens=4 + here), r"(?s)'rows in'.*\(16, 16\).*\(20, 16\)"),
+        (dict(d_model=D + here), r"(?s)'rows in'.*\(16, 16\).*\(16, 17\)"),
+        (dict(dtype=(torch.float32, torch.bfloat16)[here]), r"(?s)'rows in'.*float32.*bfloat16"),
+        (dict(n_experts=4 + 2 * here), r"(?s)'counts'.*\(8,\).*\(12,\)"),
+        (dict(capacity_factor=1.0 + here), r"(?s)'rows in'.*\(8, 16\).*\(16, 16\)"),
+    ]:
+        with pytest.raises(ValueError, match="needs one layout on all ranks, got") as error:
+            mk.rowwise(mesh, **(sizes | differ))
+        message = str(error.value)
+        if here:  # its own comes first
+            mine, theirs = message.split(" here and ")
+            message = theirs + mine
+        assert re.search(numbers, message), message
     via = mk.rowwise(mesh, n_tokens=4, d_model=D, n_experts=4, top_k=K, dtype=torch.float32)
     params, _ = make_params(4, torch.float32)
     with pytest.raises(ValueError, match="was made for the ranks of"):
@@ -381,9 +490,57 @@ def test_ranks_that_do_not_agree_are_told():
     ranks(2)(refused_on_ranks)
 
 
+def test_rows_of_another_dtype_are_not_rounded_on_their_way_home():
+    via = mk.rowwise(None, n_tokens=4, d_model=D, n_experts=8, top_k=K, dtype=torch.bfloat16)
+    x = torch.ones(4, D, dtype=torch.bfloat16)
+    sent = mk.dispatch(x, mk.route(torch.ones(D, 8, dtype=x.dtype), x, top_k=K), via=via)
+    with pytest.raises(ValueError, match=r"bfloat16 rows of width 16 on cpu, got torch\.float32"):
+        mk.combine(sent.rows.float(), sent)
+
+
+def hosts_that_differ():
+    socket.gethostname = lambda: f"host-{dist.get_rank()}"
+    with pytest.raises(RuntimeError, match=r"all ranks on one host, got \['host-0', 'host-1'\]"):
+        mk.rowwise(make_mesh(), n_tokens=4, d_model=D, n_experts=4, top_k=2)
+
+
+def test_ranks_on_two_hosts_are_refused():
+    ranks(2)(hosts_that_differ)
+
+
+def devices(visible, rank_of_device, hosts, far):
+    """Say what `_check_reach` says of GPUs that the rank sees, `far` being pairs that are not connected."""
+    rank = dist.get_rank()
+    mine = visible[rank]
+    cuda = dict(
+        device_count=lambda: len(mine),
+        get_device_properties=lambda i: SimpleNamespace(uuid=mine[i]),
+        can_device_access_peer=lambda i, j: {mine[i], mine[j]} not in far,
+    )
+    for name, fake in cuda.items():
+        setattr(torch.cuda, name, fake)
+    socket.gethostname = lambda: hosts[rank]
+    try:
+        symmetric._check_reach(torch.device("cuda", mine.index(rank_of_device[rank])), make_mesh())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_devices_without_access_to_each_other_are_named_on_all_ranks():
+    all_three, alike = ["abc"] * 3, ["here"] * 3
+    for error in ranks(3)(devices, all_three, "abc", alike, [{"a", "c"}]):
+        assert "do not address those of other ranks: {0: [2], 2: [0]}; take via='all_to_all'" in error
+    assert ranks(3)(devices, all_three, "abc", alike, []) == [""] * 3
+    assert ranks(3)(devices, "abc", "abc", alike, [{"a", "c"}]) == [""] * 3  # each sees its own alone
+    assert ranks(3)(devices, all_three, "aaa", alike, [{"a"}]) == [""] * 3
+    assert ranks(3)(devices, all_three, "abc", ["here", "here", "there"], [{"a", "c"}]) == [""] * 3
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (dict(timeout=timedelta(0)), "timeout of a millisecond or more, got 0:00:00"),
         (dict(n_experts=0), "needs n_experts that ep divides"),
         (dict(top_k=9), "top_k from 1 to n_experts"),
         (dict(capacity_factor=0.0), "positive, finite capacity_factor, got 0.0"),
@@ -400,8 +557,9 @@ def test_sizes_that_do_not_fit_are_refused(change, message, unchecked):
 @pytest.mark.parametrize(
     ("x", "n_experts", "message"),
     [
-        (torch.ones(2, D, dtype=torch.float64), 8, r"float32 tokens of width 16, got torch.float64"),
-        (torch.ones(2, 12), 8, "of width 16, got torch.float32 and 12"),
+        (torch.ones(2, D, dtype=torch.float64), 8, r"float32 tokens of width 16 on cpu, got torch.float64"),
+        (torch.ones(2, 12), 8, "of width 16 on cpu, got torch.float32 and 12"),
+        (torch.ones(5, D), 8, "n_tokens=4 of a rank, got 5"),
         (torch.ones(2, D), 4, "8 experts and top_k=2, got 4 and 2"),
     ],
 )

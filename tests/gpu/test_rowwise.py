@@ -1,5 +1,7 @@
 """Rows written straight to their experts, through the symmetric memory of ranks on one GPU and on several."""
 
+import time
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -87,3 +89,28 @@ def refusing():
 def test_too_many_rows_are_refused_by_the_device():
     (error,) = ranks(1, device="cuda:0")(refusing)
     assert "device-side assert" in error
+
+
+def left_alone():
+    """Return what a rank is told whose peer calls no layer."""
+    via = mk.rowwise(
+        make_mesh("cuda"), n_tokens=4, d_model=D, n_experts=4, top_k=1, dtype=torch.float32,
+        timeout=timedelta(seconds=2),
+    )  # fmt: skip
+    if dist.get_rank():
+        time.sleep(8)  # its memory stays
+        return "no error"
+    params, _ = make_params(4, torch.float32, device="cuda")
+    try:
+        mk.moe(params, torch.ones(4, D, device="cuda"), top_k=1, via=via, mesh=via.mesh)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+@WHERE
+def test_a_rank_that_does_not_come_stops_the_device_of_one_that_waits(device, sizes):
+    begun = time.monotonic()
+    error, _ = ranks(2, device=device)(left_alone)
+    assert "CUDA error" in error and time.monotonic() - begun < 60
