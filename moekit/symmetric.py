@@ -39,7 +39,7 @@ class Shared:
 
     mine: Tensor
     peers: tuple[Tensor, ...]  # of every rank, this one's included
-    addresses: Int[Tensor, " R"]  # int64, of every rank's tensor in this process, on its device
+    addresses: Int[Tensor, " R"]  # int64, of every rank's tensor in this process; multiples of ALIGNMENT
 
 
 def place(layout: Layout) -> tuple[dict[str, int], int]:

@@ -150,6 +150,12 @@ def _get_each_like(mine, addresses, places):
 
 
 @jit
+def _rows_of(address, dtype: tl.constexpr):
+    # Memory begins at multiples of 128 bytes; unsaid, each number of a row would be moved by itself.
+    return tl.multiple_of(tl.load(address).to(tl.pointer_type(dtype)), 16)
+
+
+@jit
 def _put(x, places, addresses, n, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -157,7 +163,7 @@ def _put(x, places, addresses, n, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.co
     for j in tl.static_range(k):
         place = tl.load(places + token * k + j)
         if place >= 0:
-            there = tl.load(addresses + place // n).to(tl.pointer_type(x.dtype.element_ty))
+            there = _rows_of(addresses + place // n, x.dtype.element_ty)
             tl.store(there + place % n * d + column, value, mask=column < d, cache_modifier=".cs")
 
 
@@ -182,7 +188,7 @@ def _get_sum(
     for j in tl.static_range(k):
         place = tl.load(places + token * k + j)
         if place >= 0:
-            there = tl.load(addresses + place // n).to(tl.pointer_type(mine.dtype.element_ty))
+            there = _rows_of(addresses + place // n, mine.dtype.element_ty)
             value = tl.load(there + place % n * d + column, mask=column < d, other=0.0).to(tl.float32)
             if weights is not None:
                 value *= tl.load(weights + token * k + j)
