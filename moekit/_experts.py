@@ -160,7 +160,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights, gate_up, down, offsets, places, base, products, into, exchange):
         kind = products.elementwise
-        rows, by_row = (x, None) if exchange is None else exchange.send(x, places, weights)
+        rows, by_row = (x, None) if exchange is None else _send(exchange, x, places, offsets, weights)
         gated = grouped_mm(rows, gate_up, offsets, kernels=products.forward)
         del rows
         hidden = swiglu_forward(gated, by_row, offsets, kernels=kind)
@@ -192,7 +192,7 @@ class _Experts(torch.autograd.Function):
             grad_down = grouped_weight_grad(hidden, grad, offsets, into=into_down, kernels=weight_grad)
         del hidden, grad
         if needs_gate_up or together:
-            rows = x if exchange is None else exchange.send(x, places)[0]
+            rows = x if exchange is None else _send(exchange, x, places, offsets)[0]
             if needs_gate_up:
                 grad_gate_up = grouped_weight_grad(
                     rows, grad_gated, offsets, into=into_gate_up, kernels=weight_grad
@@ -205,6 +205,13 @@ class _Experts(torch.autograd.Function):
         if exchange is not None:
             grad_x, grad_weights = exchange.fetch(grad_x, places, each=grad_by_row)
         return grad_x, grad_weights, grad_gate_up, grad_down, *[None] * 2, grad_base, *[None] * 3
+
+
+def _send(exchange: OneRank | rowwise, x: Tensor, places: Tensor, offsets: Tensor, weights=None) -> tuple:
+    """Send tokens, which may travel in another format than gradients do."""
+    if isinstance(exchange, rowwise):
+        return exchange.send(x, places, weights, ends=offsets)
+    return exchange.send(x, places, weights)
 
 
 class _ContiguousGrad(torch.autograd.Function):

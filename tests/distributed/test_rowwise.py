@@ -19,6 +19,7 @@ from exchanges import D, K, hurried, layers, make_mesh, make_params, tokens
 
 import moekit as mk
 from moekit import symmetric
+from moekit.kernels.one_sided import quantise
 from moekit.kernels.permute import count_experts
 from moekit.plan import split_layers
 from moekit.schedules import interleaved
@@ -199,6 +200,83 @@ def test_one_made_for_inference_can_train():
     x = torch.randn(5, D, dtype=torch.float64, requires_grad=True)
     sent = mk.dispatch(x, mk.route(torch.randn(D, 4, dtype=torch.float64), x, top_k=K), via=via)
     assert torch.autograd.grad(mk.combine(sent.rows, sent).sum(), x)[0].isfinite().all()
+
+
+# --- Rows that travel in float8 -------------------------------------------------------
+
+FP8 = torch.float8_e4m3fn
+
+
+def in_float8(payload, functions, kernels, dtype):
+    """Return output and gradients of layers that send float8, or that round tokens before they send them."""
+    mesh = make_mesh()
+    sizes = dict(d_model=D, n_experts=4, top_k=K, dtype=dtype, kernels=kernels)
+    via = mk.rowwise(mesh, n_tokens=6, capacity_factor=0.75, payload=payload, **sizes)
+    send = via.send
+
+    def rounded(x, places, weights=None, *, ends=None):
+        if ends is not None:  # tokens, not gradients
+            q, s = quantise(x, 1)
+            x = (q.float() * s).to(x.dtype)
+        return send(x, places, weights, ends=ends)
+
+    if payload is None:
+        via.send = rounded
+    run = "loop" if kernels == "torch" else kernels
+    x, found = tokens(6 - 2 * dist.get_rank(), dtype), []
+    x.data[0], x.data[1] = 0.0, 1e-35  # which becomes zeros
+    y = x
+    for seed in range(2):
+        params, leaves = make_params(4, dtype, seed)
+        if functions == "moe":
+            y = y + mk.moe(params, y, top_k=K, via=via, kernels=run, mesh=mesh)[0]
+        else:
+            sent = mk.dispatch(y, mk.route(params["router"], y, top_k=K), via=via, mesh=mesh)
+            rows = mk.expert_forward(params["experts"], sent.rows, sent.offsets, kernels=run)
+            y = y + mk.combine(rows, sent)
+        found += leaves
+    grads = torch.autograd.grad((y * torch.linspace(1, 2, D, dtype=dtype)).sum(), [x, *found])
+    return [y.detach(), *grads], via.n_bytes
+
+
+@pytest.mark.parametrize(
+    ("functions", "kernels", "dtype"),
+    [
+        ("moe", "torch", torch.bfloat16),
+        ("dispatch and combine", "torch", torch.bfloat16),
+        ("moe", "torch", torch.float32),
+        ("moe", "triton", torch.float32),
+    ],
+)
+def test_a_payload_gives_the_bits_of_rows_that_were_rounded_before(functions, kernels, dtype):
+    if kernels == "triton":
+        pytest.importorskip("triton")
+    got, want = (ranks(2)(in_float8, payload, functions, kernels, dtype) for payload in (FP8, None))
+    for (mine, more), (theirs, n_bytes) in zip(got, want, strict=True):
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(mine, theirs, strict=True))
+        capacity = 9
+        assert more - n_bytes == -(-capacity * D // 128) * 128 + 128  # rows and scales, each to 128 bytes
+
+
+def with_a_bad_token():
+    mesh, dtype = make_mesh(), torch.float32
+    via = mk.rowwise(mesh, n_tokens=6, d_model=D, n_experts=4, top_k=1, dtype=dtype, payload=FP8)
+    x = tokens(6, dtype).detach()
+    scores = torch.zeros(6, 4)
+    ids = (torch.arange(6)[:, None] + dist.get_rank()) % 4
+    routing = mk.Routing(
+        weights=torch.ones(6, 1), expert_ids=ids, counts=count_experts(ids, 4), logits=scores, scores=scores
+    )
+    x[2, 1], x[4, 3] = torch.inf, torch.nan
+    sent = mk.dispatch(x, routing, via=via, mesh=mesh)
+    y = mk.combine(sent.rows, sent)
+    return y.isnan().all(1).tolist(), y.isfinite().all(1).tolist()
+
+
+def test_a_token_that_is_not_finite_arrives_as_nan_and_spoils_no_other():
+    for bad, good in ranks(2)(with_a_bad_token):
+        assert bad == [False, False, True, False, True, False]
+        assert good == [not x for x in bad]
 
 
 # --- Without room ---------------------------------------------------------------------
@@ -407,8 +485,9 @@ def test_a_rank_that_does_not_come_is_an_error_on_the_others_within_the_timeout(
 # --- Races ----------------------------------------------------------------------------
 
 
-def test_ranks_that_are_late_change_no_bit():
-    assert all(ranks(4)(hurried, None, 50))
+@pytest.mark.parametrize(("payload", "n_runs"), [(None, 50), (FP8, 25)])
+def test_ranks_that_are_late_change_no_bit(payload, n_runs):
+    assert all(ranks(4)(hurried, None, n_runs, payload=payload))
 
 
 @pytest.mark.parametrize(
@@ -471,6 +550,7 @@ def refused_on_ranks():
         (dict(d_model=D + here), r"(?s)'rows in'.*\(16, 16\).*\(16, 17\)"),
         (dict(dtype=(torch.float32, torch.bfloat16)[here]), r"(?s)'rows in'.*float32.*bfloat16"),
         (dict(n_experts=4 + 2 * here), r"(?s)'counts'.*\(8,\).*\(12,\)"),
+        (dict(payload=(None, FP8)[here]), r"(?s)\{\}.*'packed in'"),
         (dict(capacity_factor=1.0 + here), r"(?s)'rows in'.*\(8, 16\).*\(16, 16\)"),
     ]:
         with pytest.raises(ValueError, match="needs one layout on all ranks, got") as error:
@@ -540,6 +620,7 @@ def test_devices_without_access_to_each_other_are_named_on_all_ranks():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (dict(payload=torch.float8_e5m2), r"payload None or torch\.float8_e4m3fn, got torch\.float8_e5m2"),
         (dict(timeout=timedelta(0)), "timeout of a millisecond or more, got 0:00:00"),
         (dict(n_experts=0), "needs n_experts that ep divides"),
         (dict(top_k=9), "top_k from 1 to n_experts"),
