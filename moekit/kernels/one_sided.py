@@ -52,8 +52,9 @@ def quantise(x: Float[Tensor, "t d"], g: int) -> tuple[Shaped[Tensor, "t d"], Fl
     """
     runs = x.float().unflatten(1, (g, x.shape[1] // g))
     largest = runs.abs().amax(-1, keepdim=True).clamp_min(FLOOR)
-    scales = torch.where(largest.isfinite(), largest / LARGEST, torch.nan)
-    return (runs * (LARGEST / largest)).flatten(1).to(FP8), scales[..., 0]
+    bound = torch.full_like(largest, LARGEST)  # torch multiplies by the inverse of a number
+    scales = torch.where(largest.isfinite(), largest / bound, torch.nan)
+    return (runs * (bound / largest)).flatten(1).to(FP8), scales[..., 0]
 
 
 def dequantise(
