@@ -171,7 +171,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights, gate_up, down, offsets, places, base, products, into, exchange):
         kind = products.elementwise
-        rows, by_row = (x, None) if exchange is None else exchange.send(x, places, weights)
+        rows, by_row = (x, None) if exchange is None else exchange.send(x, places, weights, ends=offsets)
         gated = grouped_mm(rows, gate_up, offsets, kernels=products.forward)
         del rows
         hidden = swiglu_forward(gated, by_row, offsets, kernels=kind)
@@ -206,7 +206,7 @@ class _Experts(torch.autograd.Function):
             grad_down = grouped_weight_grad(hidden, grad, offsets, into=into_down, kernels=weight_grad)
         del hidden, grad
         if needs_gate_up or together:
-            rows = x if exchange is None else exchange.send(x, places)[0]
+            rows = x if exchange is None else exchange.send(x, places, ends=offsets)[0]
             if needs_gate_up:
                 grad_gate_up = grouped_weight_grad(
                     rows, grad_gated, offsets, into=into_gate_up, kernels=weight_grad

@@ -232,25 +232,26 @@ class Recorder(TorchDispatchMode):
     def _reach(self, schema, args, kwargs) -> None:
         """Note rows put to other ranks or got from them, as many of each, as routing has no values."""
         given = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | kwargs
-        mine, n_rows = given["mine"], given["places"].numel()
-        self.label("symmetric buffers", mine)
-        ranks = tuple(getattr(mine, SHARED_BY, ()))
-        if not ranks:  # one process
-            return
-        row, n = mine.shape[1:], len(ranks)
-        if row:
-            self.room = (len(mine), n_rows)
-        self.calls.append(
-            Call(
-                op=schema.name.partition("::")[2][:3],
-                group=ranks,
-                shapes=((n_rows, *row),),
-                dtype=str(mine.dtype).removeprefix("torch."),
-                sends=tuple((i + 1) * n_rows // n - i * n_rows // n for i in range(n)),
-                n_bytes=n_rows * row.numel() * mine.element_size(),
-                step=self.step,
+        n_rows = given["places"].numel()
+        for mine in (given[name] for name in ("mine", "scales") if name in given):
+            self.label("symmetric buffers", mine)
+            ranks = tuple(getattr(mine, SHARED_BY, ()))
+            if not ranks:  # one process
+                continue
+            row, n = mine.shape[1:], len(ranks)
+            if row:
+                self.room = (len(mine), n_rows)
+            self.calls.append(
+                Call(
+                    op=schema.name.partition("::")[2][:3],
+                    group=ranks,
+                    shapes=((n_rows, *row),),
+                    dtype=str(mine.dtype).removeprefix("torch."),
+                    sends=tuple((i + 1) * n_rows // n - i * n_rows // n for i in range(n)),
+                    n_bytes=n_rows * row.numel() * mine.element_size(),
+                    step=self.step,
+                )
             )
-        )
 
     def _message(self, op: str, ranks: tuple[int, ...], tensors, peer: int | None, tag: int, out) -> None:
         peer = None if peer is None else ranks[peer]

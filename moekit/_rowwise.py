@@ -7,6 +7,7 @@ backward of each way is the other way. Shapes do not depend on the routing and t
 """
 
 import math
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moekit._route import Routing
 from moekit.config import ModelConfig
-from moekit.kernels.one_sided import get_each, get_sum, put, put_each
+from moekit.kernels.one_sided import FP8, dequantise, get_each, get_sum, put, put_each, put_quantised
 from moekit.kernels.permute import gather_sum_backward
 from moekit.kernels.row_map import RowMap, row_map
 from moekit.symmetric import Layout, SymmetricMemory
@@ -58,6 +59,18 @@ class rowwise:
         By default the mesh's, or the CPU.
     kernels : {"auto", "torch", "triton"}
         As for :mod:`moekit.kernels`. On CUDA ``"torch"`` waits for the device.
+    payload : torch.dtype, optional
+        ``torch.float8_e4m3fn``: tokens travel to their experts in it, at half the bytes of bfloat16, with one
+        float32 scale a token, its largest magnitude by 448; ``None``: as they are. The sender's kernel makes
+        both on the way, and here they become rows of ``dtype`` again as they arrive, so that any experts'
+        kernels read them. The backward sends tokens again likewise, so weights' gradients are those of the
+        rows that the forward had, and gradients pass the rounding as if it were not there. What experts make
+        comes home in ``dtype``, and gradients travel in it both ways: sums of them lose more, and a
+        gradient's largest number says less about the others. Takes half as much again of buffers for rows
+        that come; a token with a number that is not finite becomes NaN.
+    timeout : timedelta, optional
+        How long a rank waits for the others, by default as in collectives of the mesh; then a layer raises,
+        and on CUDA the device stops. See :meth:`moekit.symmetric.SymmetricMemory.barrier`.
 
     Attributes
     ----------
@@ -89,6 +102,8 @@ class rowwise:
         overflow: Overflow = "even",
         device: str | torch.device | None = None,
         kernels: str = "auto",
+        payload: torch.dtype | None = None,
+        timeout: timedelta | None = None,
     ):
         if mesh is not None and mesh.ndim != 1:
             raise ValueError(f"rowwise needs a one-axis mesh, got {mesh.mesh_dim_names}; pass mesh['ep']")
@@ -96,17 +111,25 @@ class rowwise:
             raise ValueError(f"rowwise needs overflow 'even', 'score' or 'refuse', got {overflow!r}")
         if kernels not in ("auto", "torch", "triton"):
             raise ValueError(f"rowwise needs kernels 'auto', 'torch' or 'triton', got {kernels!r}")
+        if payload not in (None, FP8):
+            raise ValueError(f"rowwise needs payload None or {FP8}, got {payload}")
         size = 1 if mesh is None else mesh.size()
         self.capacity = rows_of_rank(size, n_tokens, n_experts, top_k, capacity_factor)
+        self.n_tokens = n_tokens if capacity_factor is None else math.inf  # that may come from a rank
         self.mesh, self.n_experts, self.top_k = mesh, n_experts, top_k
-        self.d_model, self.dtype, self.kernels = d_model, dtype, kernels
+        self.d_model, self.dtype, self.payload, self.kernels = d_model, dtype, payload, kernels
         self.overflow = "refuse" if capacity_factor is None else overflow
         if device is None:
             device = "cpu" if mesh is None else mesh.device_type
         if device == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
+        if payload and torch.device(device).type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+            raise ValueError(f"rowwise needs compute capability 8.9 for payload={payload}; leave it out")
         self.memory = SymmetricMemory(
-            layout(size, self.capacity, d_model, n_experts, dtype), mesh=mesh, device=torch.device(device)
+            layout(size, self.capacity, d_model, n_experts, dtype, payload),
+            mesh=mesh,
+            device=torch.device(device),
+            timeout=timeout,
         )
         self.n_bytes = self.memory.n_bytes
         self._in_use: set[str] = set()  # buffers of which some rank may not be done
@@ -134,6 +157,11 @@ class rowwise:
                 f"rowwise was made for {self.n_experts} experts and top_k={self.top_k}, got "
                 f"{routing.n_experts} and {routing.expert_ids.shape[1]}; make another"
             )
+        if len(routing.expert_ids) > self.n_tokens:
+            raise ValueError(
+                f"rowwise was made for n_tokens={self.n_tokens} of a rank, got {len(routing.expert_ids)}; "
+                "make another, or give it a capacity_factor"
+            )
         counts = self._claim("counts")
         everyone = routing.counts.expand(self.memory.size, -1)
         put_each(everyone, self._places_of_counts, counts, kernels=self.kernels)
@@ -158,19 +186,30 @@ class rowwise:
         )
 
     def send(
-        self, x: Float[Tensor, "t d"], places: Int[Tensor, "t k"], weights: Float[Tensor, "t k"] | None = None
+        self,
+        x: Float[Tensor, "t d"],
+        places: Int[Tensor, "t k"],
+        weights: Float[Tensor, "t k"] | None = None,
+        *,
+        ends: Int[Tensor, " e"] | None = None,
     ) -> tuple[Float[Tensor, "r d"], Float[Tensor, " r"] | None]:
-        """Return the rows, and weights, that came here: the buffers, as they are until the next ``send``."""
-        if x.dtype != self.dtype or x.shape[1] != self.d_model:
-            raise ValueError(
-                f"rowwise was made for {self.dtype} tokens of width {self.d_model}, got {x.dtype} and "
-                f"{x.shape[1]}; make another"
-            )
+        """Return the rows, and weights, that came here: the buffers, as they are until the next ``send``.
+
+        Given ``ends``, where the rows of each expert here end, rows travel as ``payload`` says.
+        """
+        self._check(x, "tokens")
         rows = self._claim("rows in")
-        put(x, places, rows, kernels=self.kernels)
+        packed = None if ends is None else self.memory.tensors.get("packed in")
+        if packed is None:
+            put(x, places, rows, kernels=self.kernels)
+        else:
+            put_quantised(x, places, packed, self.memory.tensors["scales in"], kernels=self.kernels)
         if weights is not None:
             put_each(weights, places, self.memory.tensors["weights in"], kernels=self.kernels)
         self._meet("rows in")
+        if packed is not None and ends is not None:
+            scales = self.memory.tensors["scales in"]
+            dequantise(packed.mine, scales.mine, ends, rows.mine, kernels=self.kernels)
         return rows.mine, None if weights is None else self.memory.tensors["weights in"].mine
 
     def fetch(
@@ -186,6 +225,8 @@ class rowwise:
 
         ``rows`` are copied unless they are what :meth:`outgoing` gave.
         """
+        if rows is not None:
+            self._check(rows, "rows")
         out = self._claim("rows out")
         numbers = self.memory.tensors["weights out"]
         if rows is not None and rows is not out.mine:
@@ -201,6 +242,15 @@ class rowwise:
     def outgoing(self) -> Float[Tensor, "r d"]:
         """Return where rows that are to be fetched can be made."""
         return self._claim("rows out").mine
+
+    def _check(self, x: Tensor, what: str) -> None:
+        """Raise for tokens or rows other than those of the buffers."""
+        device = self.memory.tensors["counts"].mine.device
+        if (x.dtype, x.shape[1], x.device) != (self.dtype, self.d_model, device):
+            raise ValueError(
+                f"rowwise was made for {self.dtype} {what} of width {self.d_model} on {device}, got "
+                f"{x.dtype} and {x.shape[1]} on {x.device}; make another"
+            )
 
     def _claim(self, name: str):
         """Return a buffer that no rank reads any more."""
@@ -220,7 +270,7 @@ class rowwise:
         """As of :class:`moekit.Transport`, with the routes dropped."""
         self.check_mesh(mesh)
         places, offsets, dropped = self.plan(routing)
-        return _Dispatch.apply(x, places, self), offsets, places, dropped
+        return _Dispatch.apply(x, places, offsets, self), offsets, places, dropped
 
     @torch.compiler.disable()
     def combine(self, rows: Tensor, weights: Tensor, plan: Any, mesh: DeviceMesh | None) -> Tensor:
@@ -251,15 +301,27 @@ def rows_of_rank(
     return math.ceil(capacity_factor * n_tokens * top_k)
 
 
-def layout(n_ranks: int, capacity: int, d_model: int, n_experts: int, dtype: torch.dtype) -> Layout:
+def layout(
+    n_ranks: int,
+    capacity: int,
+    d_model: int,
+    n_experts: int,
+    dtype: torch.dtype,
+    payload: torch.dtype | None = None,
+) -> Layout:
     """Return shape and dtype of each buffer of a rank."""
     wide = torch.promote_types(dtype, torch.float32)
+    packed: Layout = {
+        "packed in": ((capacity, d_model), payload or dtype),
+        "scales in": ((capacity, 1), torch.float32),
+    }
     return {
         "counts": ((n_ranks * n_experts,), torch.int64),
         "rows in": ((capacity, d_model), dtype),
         "rows out": ((capacity, d_model), dtype),
         "weights in": ((capacity,), wide),
         "weights out": ((capacity,), wide),
+        **(packed if payload else {}),
     }
 
 
@@ -273,16 +335,16 @@ def refuse_second_derivatives() -> None:
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, places, transport):
+    def forward(ctx, x, places, offsets, transport):
         ctx.save_for_backward(places)
         ctx.transport = transport
-        return transport.send(x, places)[0].clone()
+        return transport.send(x, places, ends=offsets)[0].clone()
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_second_derivatives()
         (places,) = ctx.saved_tensors
-        return ctx.transport.fetch(grad, places)[0], None, None
+        return ctx.transport.fetch(grad, places)[0], None, None, None
 
 
 class _Combine(torch.autograd.Function):

@@ -462,7 +462,8 @@ def next_token_loss(
     stats : dict of Tensor
         ``cross_entropy``, ``load_balancing``, ``router_z``, ``head_z``: shares of the means, unweighted,
         summed over layers; ``counts`` (l, E) int64: rows per expert of this call, padding left out;
-        ``n_targets`` int64: of this call.
+        ``n_targets`` int64: of this call; ``n_routes`` and ``n_dropped`` int64: the routes of all layers,
+        padding included, and those that ``via`` had no room for.
 
     Raises
     ------
@@ -566,6 +567,7 @@ def stage_loss(
     documents = (batch.documents + torch.arange(b, device=keep.device)[:, None] * whole).flatten()
     balancing = router_z = zero
     counts = torch.zeros(config.n_moe_layers, config.n_experts, dtype=torch.int64, device=keep.device)
+    n_dropped = counts.new_zeros(())
     layers = [i - config.n_dense_layers for i in stage.layers if config.is_moe(i)]
     for layer, routing in zip(layers, routings, strict=True):
         balancing = balancing + balance.load_balancing_loss(
@@ -579,6 +581,8 @@ def stage_loss(
         )
         router_z = router_z + balance.router_z_loss(routing, mask=keep, n_tokens=batch.n_tokens)
         counts[layer] = balance.expert_counts(routing, mask=keep)
+        if routing.dropped is not None:
+            n_dropped = n_dropped + routing.dropped.sum()
     stats = {
         "cross_entropy": ce,
         "load_balancing": balancing.detach(),
@@ -586,6 +590,8 @@ def stage_loss(
         "head_z": head_z,
         "n_targets": batch.mask.sum() * stage.heads,
         "counts": counts,
+        "n_routes": counts.new_full((), len(layers) * b * s * config.top_k),
+        "n_dropped": n_dropped,
     }
     loss = loss + config.balance_weight * balancing + config.router_z_weight * router_z
     return None if stage.heads else hidden, loss, stats

@@ -5,7 +5,8 @@ that the ranks of one machine map, on which the same kernels run in Triton's int
 tested without a GPU.
 
 Nothing here orders what ranks do. A rank may write what another has read, or read what another has written,
-only after :meth:`SymmetricMemory.barrier`; in between, what was written is visible nowhere else.
+only after :meth:`SymmetricMemory.barrier`; in between, what was written is visible nowhere else. A rank that
+does not come to one is an error on the others, after a time.
 """
 
 import os
@@ -13,8 +14,10 @@ import socket
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +39,7 @@ class Shared:
 
     mine: Tensor
     peers: tuple[Tensor, ...]  # of every rank, this one's included
-    addresses: Int[Tensor, " R"]  # int64, of every rank's tensor in this process, on its device
+    addresses: Int[Tensor, " R"]  # int64, of every rank's tensor in this process; multiples of ALIGNMENT
 
 
 def place(layout: Layout) -> tuple[dict[str, int], int]:
@@ -61,6 +64,8 @@ class SymmetricMemory:
         The one-axis mesh whose ranks share; ``None`` for one process.
     device : torch.device
         Of this rank.
+    timeout : timedelta, optional
+        How long a rank waits for the others in a barrier; by default as in a collective of the mesh's group.
 
     Attributes
     ----------
@@ -72,7 +77,7 @@ class SymmetricMemory:
     Raises
     ------
     ValueError
-        When the ranks' layouts differ.
+        When the ranks' layouts differ, or for a timeout that is none.
     RuntimeError
         When the ranks cannot address each other's memory.
     """
@@ -84,7 +89,10 @@ class SymmetricMemory:
         *,
         mesh: DeviceMesh | None,
         device: torch.device,
+        timeout: timedelta | None = None,
     ):
+        if timeout is not None and timeout < timedelta(milliseconds=1):
+            raise ValueError(f"symmetric memory needs a timeout of a millisecond or more, got {timeout}")
         places, self.n_bytes = place(layout)
         self.size = 1 if mesh is None else mesh.size()
         self.rank = 0 if mesh is None else mesh.get_local_rank()
@@ -94,7 +102,7 @@ class SymmetricMemory:
         make = _on_cuda if device.type == "cuda" else _on_cpus
         if self.size == 1 or without_values:
             make = _without_peers
-        arenas, self._barrier = make(self.n_bytes, mesh, device)
+        arenas, self._barrier = make(self.n_bytes, mesh, device, timeout)
         arenas[self.rank].zero_()
         self.tensors: dict[str, Shared] = {}
         for name, (shape, dtype) in layout.items():
@@ -107,34 +115,58 @@ class SymmetricMemory:
         self.barrier()  # zeros are there before anyone writes
 
     def barrier(self) -> None:
-        """Wait until all ranks are here; what they have written is visible after. No host sync on CUDA."""
+        """Wait until all ranks are here; what they have written is visible after. No host sync on CUDA.
+
+        Raises
+        ------
+        RuntimeError
+            When a rank has not come in time, or its process has ended. On CUDA the device prints which rank
+            it waited for, and stops: whatever the host calls next of CUDA fails.
+        """
         self._barrier()
 
 
 def _check_alike(layout: Layout, mesh: DeviceMesh) -> None:
-    layouts: list = [None] * mesh.size()
-    dist.all_gather_object(layouts, layout, group=mesh.get_group())
-    if different := [rank for rank, other in enumerate(layouts) if other != layout]:
-        raise ValueError(
-            f"symmetric memory needs one layout on all ranks, got {layout} here and "
-            f"{layouts[different[0]]} on rank {different[0]} of the mesh"
-        )
+    for rank, other in enumerate(_gather(layout, mesh)):
+        differ = [name for name in {**layout, **other} if layout.get(name) != other.get(name)]
+        if differ:
+            here, there = ({name: x[name] for name in differ if name in x} for x in (layout, other))
+            raise ValueError(
+                f"symmetric memory needs one layout on all ranks, got {here} here and {there} on rank {rank} "
+                "of the mesh"
+            )
+
+
+def _gather(value: Any, mesh: DeviceMesh) -> list:
+    """Return each rank's value."""
+    values: list = [None] * mesh.size()
+    dist.all_gather_object(values, value, group=mesh.get_group())
+    return values
+
+
+def _patience(mesh: DeviceMesh, device: torch.device, timeout: timedelta | None) -> timedelta:
+    """Return how long a rank waits for others."""
+    return timeout or mesh.get_group()._get_backend(device).options._timeout
 
 
 # Each returns the bytes of every rank as a tensor here, and a barrier.
 
 
 def _without_peers(
-    n_bytes: int, mesh: DeviceMesh | None, device: torch.device
+    n_bytes: int, mesh: DeviceMesh | None, device: torch.device, timeout: timedelta | None
 ) -> tuple[list[Tensor], Callable]:
+    del timeout
     mine = torch.empty(n_bytes, dtype=torch.uint8, device=device)
     if mesh is None or mesh.size() == 1:
         return [mine], lambda: None
     return [mine] * mesh.size(), partial(dist.barrier, mesh.get_group())  # a dry run notes that one waits
 
 
-def _on_cuda(n_bytes: int, mesh: DeviceMesh | None, device: torch.device) -> tuple[list[Tensor], Callable]:
+def _on_cuda(
+    n_bytes: int, mesh: DeviceMesh | None, device: torch.device, timeout: timedelta | None
+) -> tuple[list[Tensor], Callable]:
     assert mesh is not None
+    _check_reach(device, mesh)
     with torch.cuda.device(device):
         mine = symm_mem.empty(n_bytes, dtype=torch.uint8, device=device)
         try:
@@ -147,31 +179,68 @@ def _on_cuda(n_bytes: int, mesh: DeviceMesh | None, device: torch.device) -> tup
             ) from error
     arenas = [handle.get_buffer(rank, (n_bytes,), torch.uint8) for rank in range(mesh.size())]
     # The handle and this rank's tensor live as long as the barrier does.
-    return arenas, partial(_barrier_on_cuda, handle, mine)
+    milliseconds = _patience(mesh, device, timeout) // timedelta(milliseconds=1)
+    return arenas, partial(_barrier_on_cuda, handle, mine, milliseconds)
 
 
-def _barrier_on_cuda(handle, mine: Tensor) -> None:
+def _check_reach(device: torch.device, mesh: DeviceMesh) -> None:
+    """Raise, on all ranks, where a device does not address another of its host."""
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    host = socket.gethostname()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    peers = _gather((host, uuids[index]), mesh)
+    # A process that sees its own device alone cannot ask about others.
+    seen = {rank: uuids.index(uuid) for rank, (at, uuid) in enumerate(peers) if at == host and uuid in uuids}
+    far = [r for r, i in seen.items() if i != index and not torch.cuda.can_device_access_peer(index, i)]
+    if wrong := {rank: them for rank, them in enumerate(_gather(far, mesh)) if them}:
+        raise RuntimeError(
+            "symmetric memory needs devices that address each other's memory, got ranks of the mesh whose "
+            f"devices do not address those of other ranks: {wrong}; take via='all_to_all' there"
+        )
+
+
+def _barrier_on_cuda(handle, mine: Tensor, milliseconds: int) -> None:
     with torch.cuda.device(mine.device):
-        handle.barrier(channel=0)
+        handle.barrier(channel=0, timeout_ms=milliseconds)
 
 
-def _on_cpus(n_bytes: int, mesh: DeviceMesh | None, device: torch.device) -> tuple[list[Tensor], Callable]:
+def _on_cpus(
+    n_bytes: int, mesh: DeviceMesh | None, device: torch.device, timeout: timedelta | None
+) -> tuple[list[Tensor], Callable]:
     assert mesh is not None
-    group = mesh.get_group()
+    group, n_all = mesh.get_group(), n_bytes + ALIGNMENT  # behind it, the barriers that the rank came to
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     file, path = tempfile.mkstemp(prefix="moekit-", dir=folder)
     try:
-        os.ftruncate(file, n_bytes)
+        os.ftruncate(file, n_all)
         os.close(file)
-        names: list = [None] * mesh.size()
-        dist.all_gather_object(names, (socket.gethostname(), path), group=group)
+        names = _gather((socket.gethostname(), path), mesh)
         if len({host for host, _ in names}) > 1:
             raise RuntimeError(
                 "symmetric memory on CPUs needs all ranks on one host, got "
                 f"{sorted({host for host, _ in names})}; take via='all_to_all' there"
             )
-        arenas = [torch.from_file(name, shared=True, size=n_bytes, dtype=torch.uint8) for _, name in names]
+        files = [torch.from_file(name, shared=True, size=n_all, dtype=torch.uint8) for _, name in names]
         dist.barrier(group)  # all have mapped it
     finally:
         os.unlink(path)  # the mappings keep it
-    return arenas, partial(dist.barrier, group)
+    came = [file[n_bytes:].view(torch.int64)[:1] for file in files]
+    patience = _patience(mesh, device, timeout)
+    return [file[:n_bytes] for file in files], partial(_barrier_on_cpus, mesh, came, patience)
+
+
+def _barrier_on_cpus(mesh: DeviceMesh, came: list[Tensor], timeout: timedelta) -> None:
+    mine = came[mesh.get_local_rank()]
+    mine += 1
+    options = dist.BarrierOptions()
+    options.device, options.timeout, options.asyncOp = torch.device("cpu"), timeout, False
+    try:
+        if work := mesh.get_group().barrier(options):
+            work.wait()
+    except RuntimeError as error:
+        late = {rank: int(n) for rank, n in enumerate(came) if n < mine}
+        raise RuntimeError(
+            f"symmetric memory needs every rank of the mesh in each barrier, got to barrier {int(mine)} and "
+            f"waited for at most {timeout}; barriers that other ranks have come to: {late or 'as many'}. "
+            "One of them has ended, hangs, or calls other layers than this one"
+        ) from error

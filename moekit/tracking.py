@@ -179,7 +179,8 @@ class Progress:
         ----------
         stats : mapping
             ``cross_entropy`` in nats and ``counts`` of the global batch, as :func:`moekit.next_token_loss`
-            gives them, summed over ranks.
+            gives them, summed over ranks; with its ``n_routes`` and ``n_dropped``, also the rows that this
+            step dropped, and their share of all.
         first_layer : int
             As for :func:`load_figures`.
         flops_per_token : float
@@ -207,6 +208,10 @@ class Progress:
                 **figures
             )
         figures = {name: x.item() if isinstance(x, Tensor) else x for name, x in figures.items()}
+        if "n_dropped" in stats:
+            n, share = _dropped(stats)
+            figures |= {"dropped_rows": n, "dropped_share": share}
+            speed += f"  dropped {n:,} rows ({share:.2%})" if n else ""
         self.run.log(figures | load_figures(stats["counts"], first_layer=first_layer), step=self.step)
         self.write(f"loss {loss:.6f}  {speed}")
         bits = {f"bits/{self.token}": f"{loss / math.log(2):.3f}"}
@@ -219,6 +224,12 @@ class Progress:
         start = time.perf_counter()
         yield
         self._began += time.perf_counter() - start
+
+
+def _dropped(stats: Mapping[str, Any]) -> tuple[int, float]:
+    """Return how many rows of a step found no room, and the share of all that is."""
+    n = int(stats["n_dropped"])
+    return n, n / max(int(stats["n_routes"]), 1)
 
 
 def _peak_memory() -> dict[str, float]:

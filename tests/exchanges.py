@@ -57,11 +57,11 @@ def layers(via, kernels, dtype, n_tokens, recompute, device="cpu"):
     return [z.cpu() for z in (y.detach(), *grads)]
 
 
-def hurried(fault, n_runs, device="cpu"):
+def hurried(fault, n_runs, device="cpu", payload=None):
     """Return what layers give with routing that changes, ranks delayed at random at every step."""
     mesh, dtype = make_mesh(device), torch.float32
     kernels = "loop" if device == "cpu" else "auto"
-    via = mk.rowwise(mesh, n_tokens=6, d_model=D, n_experts=8, top_k=K, dtype=dtype)
+    via = mk.rowwise(mesh, n_tokens=6, d_model=D, n_experts=8, top_k=K, dtype=dtype, payload=payload)
     chance = random.Random(dist.get_rank())
 
     def slow(fn):

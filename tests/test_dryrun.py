@@ -68,6 +68,7 @@ def train_step(
     rows=None,
     via=None,
     capacity_factor=None,
+    payload=None,
 ):
     """Make a whole training step in bfloat16, as a recipe does."""
     mesh = mk.make_mesh(edp=edp, ep=ep, device="cpu") if edp * ep > 1 else None
@@ -80,7 +81,8 @@ def train_step(
         via = static_transport(rows(rank))
     elif via == "rowwise":
         ep = None if mesh is None else mesh["ep"]
-        via = mk.rowwise.of(config, ep, n_tokens=b // n_microbatches * s, capacity_factor=capacity_factor)
+        sizes = dict(n_tokens=b // n_microbatches * s, capacity_factor=capacity_factor)
+        via = mk.rowwise.of(config, ep, **sizes, payload=payload)
     loss = partial(mk.next_token_loss, config=config, block=block, via=via, mesh=mesh)
     grad_fn = mk.value_and_grad(loss, has_aux=True)
     grad_fn = mk.accumulate(grad_fn, n_microbatches, on_grad=optimizer.on_grad)
@@ -704,6 +706,24 @@ def test_rows_that_are_put_and_got_are_seen_with_their_bytes_and_buffers():
     assert records[0].memory["symmetric buffers"] >= 2 * 2 * capacity * SMALL.d_model
     said = str(Report(records=tuple(records)))
     assert f"room for {capacity:,} rows a rank, 1.25 times the {rows:,} that it sends. " in said
+
+
+def test_a_payload_of_float8_puts_half_the_bytes_of_tokens_and_a_scale_each():
+    step = partial(train_step, ep=4, b=1, s=64, via="rowwise", capacity_factor=1.25)
+    plain, packed = (
+        record(partial(step, payload=payload), rank=1, world_size=4)
+        for payload in (None, torch.float8_e4m3fn)
+    )
+    layers, routes = SMALL.n_moe_layers, 64 * SMALL.top_k
+
+    def put(run):
+        return sum(call.n_bytes for call in run.calls if call.step == 2 and call.op == "put")
+
+    # Of a layer: its tokens, in the forward and again in the backward.
+    assert put(plain) - put(packed) == layers * 2 * routes * (SMALL.d_model - 4)
+    more = packed.memory["symmetric buffers"] - plain.memory["symmetric buffers"]
+    capacity = math.ceil(1.25 * routes)
+    assert capacity * (SMALL.d_model + 4) <= more < capacity * (SMALL.d_model + 4) + 1024
 
 
 def test_static_rows_must_be_those_of_the_tokens():

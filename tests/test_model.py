@@ -108,10 +108,12 @@ def test_the_training_loss_its_terms_and_gradients_are_those_of_whole_logits_and
     (loss, stats), grads = mk.value_and_grad(mk.next_token_loss, has_aux=True)(params, batch, config=config)
     want, want_grads = named_grads(lambda p: reference.loss(p, batch, config=config)[0], params)
     counts, n_targets = stats.pop("counts"), stats.pop("n_targets")
+    n_routes, n_dropped = stats.pop("n_routes"), stats.pop("n_dropped")
     close((loss, stats), (want, reference.loss(params, batch, config=config)[1]))
     close(flat(grads), want_grads)
     assert n_targets == batch.n_targets and counts.shape == (config.n_moe_layers, config.n_experts)
     assert counts.sum(1).tolist() == [int(batch.n_tokens) * config.top_k] * config.n_moe_layers
+    assert n_routes == batch.tokens.numel() * config.top_k * config.n_moe_layers and n_dropped == 0
 
 
 def test_attention_across_documents_sees_whole_rows_and_leaves_the_targets_alone():

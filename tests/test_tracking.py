@@ -96,6 +96,18 @@ def test_progress_counts_on_from_a_step_and_logs_those_that_are_due_and_the_last
     assert line.startswith("step     6  loss 2.000000  5 tokens/s  5.0 TFLOP/s a rank  MFU 50.0%")
 
 
+@pytest.mark.parametrize("n", [0, 3])
+def test_progress_says_how_many_rows_were_dropped_and_what_share(n, capsys):
+    records = Records()
+    progress = tracking.Progress(records, 1, tokens_per_step=10)
+    stats = {"cross_entropy": torch.tensor(2.0), "counts": torch.tensor([[3, 1]])}
+    for _ in progress:
+        progress.log(stats | {"n_routes": torch.tensor(40), "n_dropped": torch.tensor(n)})
+    ((_, figures),) = records
+    assert (figures["dropped_rows"], figures["dropped_share"]) == (n, n / 40)
+    assert ("  dropped 3 rows (7.50%)" in capsys.readouterr().out) == (n == 3)
+
+
 def test_progress_refuses_lines_every_zero_steps_and_prints_on_rank_0_alone(capsys):
     with pytest.raises(ValueError, match="needs every >= 1, got 0"):
         tracking.Progress(Records(), 8, every=0, tokens_per_step=10)

@@ -3,17 +3,23 @@
 ``places`` (t, k) from :func:`moekit.kernels.row_map.row_map` say where a token's rows are: rank * n + row, or
 -1 for none. Nothing here waits for another rank; :class:`moekit.symmetric.SymmetricMemory` has the barrier.
 
-Axes: t tokens, k choices, d features, n rows on each rank.
+Rows may travel in float8_e4m3fn: ``q``, and a scale ``s`` for each of g runs of d / g features, so that
+``q * s`` is the row. One run is a whole row.
+
+Axes: t tokens, k choices, d features, n rows on each rank, g runs of a row.
 """
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from moekit.kernels._backend import jit, next_power_of_2, operator, tl, use_triton
+from moekit.kernels._backend import INTERPRETED, jit, next_power_of_2, operator, tl, use_triton
 from moekit.symmetric import Shared
 
 Places = Int[Tensor, "t k"]
+FP8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of its numbers
+FLOOR = 1e-30  # of what is scaled to it: less than any that matters, and its inverse is finite
 
 
 def put(x: Float[Tensor, "t d"], places: Places, to: Shared, *, kernels: str = "auto") -> None:
@@ -23,6 +29,48 @@ def put(x: Float[Tensor, "t d"], places: Places, to: Shared, *, kernels: str = "
         return
     for peer, here, rows in _by_rank(places, to):
         peer[rows] = x[here.nonzero()[:, 0]]
+
+
+def put_quantised(
+    x: Float[Tensor, "t d"], places: Places, to: Shared, scales: Shared, *, kernels: str = "auto"
+) -> None:
+    """Write tokens, as :func:`quantise` makes them, to their places in ``to`` (n, d), ``scales`` (n, g)."""
+    if use_triton("put_quantised", kernels, x):
+        torch.ops.moekit.put_quantised(x, places, to.mine, to.addresses, scales.mine, scales.addresses)
+        return
+    q, s = quantise(x, scales.mine.shape[1])
+    for (peer, here, rows), of_rows in zip(_by_rank(places, to), scales.peers, strict=True):
+        token = here.nonzero()[:, 0]
+        peer.view(torch.uint8)[rows] = q.view(torch.uint8)[token]
+        of_rows[rows] = s[token]
+
+
+def quantise(x: Float[Tensor, "t d"], g: int) -> tuple[Shaped[Tensor, "t d"], Float[Tensor, "t g"]]:
+    """Return rows in float8_e4m3fn, and float32 scales: the largest magnitude of each of g runs, by 448.
+
+    Of a run with a number that is not finite the scale is NaN.
+    """
+    runs = x.float().unflatten(1, (g, x.shape[1] // g))
+    largest = runs.abs().amax(-1, keepdim=True).clamp_min(FLOOR)
+    bound = torch.full_like(largest, LARGEST)  # torch multiplies by the inverse of a number
+    scales = torch.where(largest.isfinite(), largest / bound, torch.nan)
+    return (runs * (bound / largest)).flatten(1).to(FP8), scales[..., 0]
+
+
+def dequantise(
+    rows: Shaped[Tensor, "n d"],
+    scales: Float[Tensor, "n g"],
+    ends: Int[Tensor, " e"],
+    out: Float[Tensor, "n d"],
+    *,
+    kernels: str = "auto",
+) -> None:
+    """Write rows times their scales into ``out``, those before the last of ``ends``; others are undefined."""
+    if use_triton("dequantise", kernels, out):
+        torch.ops.moekit.dequantise(rows, scales, ends, out)
+        return
+    n, g = scales.shape
+    out.copy_((rows.float().view(n, g, -1) * scales[..., None]).flatten(1))
 
 
 def put_each(values: Shaped[Tensor, "t k"], places: Places, to: Shared, *, kernels: str = "auto") -> None:
@@ -99,6 +147,43 @@ def _(x, places, mine, addresses):
     return None
 
 
+@operator("moekit::put_quantised", mutates_args=("mine", "scales"))
+def _put_quantised_op(
+    x: Tensor, places: Tensor, mine: Tensor, addresses: Tensor, scales: Tensor, addresses_of_scales: Tensor
+) -> None:
+    x, places = x.contiguous(), places.contiguous()
+    (t, d), g = x.shape, scales.shape[1]
+    assert d % g == 0
+    if places.numel() and d:
+        block = next_power_of_2(d // g)
+        runs = max(1, min(next_power_of_2(g), COLUMNS // block))  # short ones together
+        _put_quantised[(t, -(-g // runs))](
+            *(x, places, addresses, addresses_of_scales, len(mine)),
+            **dict(d=d, k=places.shape[1], g=g, LARGEST=LARGEST, FLOOR=FLOOR, RUNS=runs, BLOCK=block),
+            INTERPRETED=INTERPRETED,
+            num_warps=8 if block > COLUMNS else 4,
+        )
+
+
+@_put_quantised_op.register_fake
+def _(x, places, mine, addresses, scales, addresses_of_scales):
+    return None
+
+
+@operator("moekit::dequantise", mutates_args=("out",))
+def _dequantise_op(rows: Tensor, scales: Tensor, ends: Tensor, out: Tensor) -> None:
+    (n, d), ends = rows.shape, ends.contiguous()
+    if rows.numel():
+        block = min(next_power_of_2(d), 4096)
+        grid = (n, -(-d // block))
+        _dequantise[grid](rows, scales, ends, out, len(ends), d=d, g=scales.shape[1], BLOCK=block)
+
+
+@_dequantise_op.register_fake
+def _(rows, scales, ends, out):
+    return None
+
+
 @operator("moekit::put_each", mutates_args=("mine",))
 def _put_each_op(values: Tensor, places: Tensor, mine: Tensor, addresses: Tensor) -> None:
     values, places = values.to(mine.dtype).contiguous(), places.contiguous()
@@ -166,6 +251,58 @@ def _put(x, places, addresses, n, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.co
         if place >= 0:
             there = _rows_of(addresses + place // n, x.dtype.element_ty)
             tl.store(there + place % n * d + column, value, mask=column < d, cache_modifier=".cs")
+
+
+@jit
+def _round_to_fp8(value):
+    # The interpreter's cast rounds ties up, loses carries and cuts small numbers off; of these it has none.
+    bits = value.to(tl.int32, bitcast=True)
+    near = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # to three bits behind the first
+    small = ((tl.abs(value) + 16384.0) - 16384.0).to(tl.int32, bitcast=True)  # to multiples of 2**-9
+    near = tl.where(tl.abs(value) < 0.015625, small | (bits & -0x80000000), near)
+    return near.to(tl.float32, bitcast=True)
+
+
+@jit
+def _put_quantised(
+    x, places, addresses, addresses_of_scales, n,
+    d: tl.constexpr, k: tl.constexpr, g: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr,
+    RUNS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    run, inside = tl.program_id(1) * RUNS + tl.arange(0, RUNS), tl.arange(0, BLOCK)
+    column = run[:, None] * (d // g) + inside[None, :]
+    valid = (run < g)[:, None] & (inside < d // g)[None, :]
+    value = tl.load(x + token * d + column, mask=valid, other=0.0).to(tl.float32)
+    # As integers, whose order is that of magnitudes with NaN above all: a maximum of floats would lose it.
+    bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    largest = bits.to(tl.float32, bitcast=True)
+    largest = tl.where(largest < FLOOR, FLOOR, largest)
+    scale = tl.where(largest < float("inf"), tl.div_rn(largest, LARGEST), float("nan"))
+    value *= tl.div_rn(LARGEST, largest)[:, None]
+    if INTERPRETED:
+        value = _round_to_fp8(value)
+    value = value.to(tl.float8e4nv)
+    for j in tl.static_range(k):
+        place = tl.load(places + token * k + j)
+        if place >= 0:
+            there = _rows_of(addresses + place // n, tl.float8e4nv)
+            tl.store(there + place % n * d + column, value, mask=valid, cache_modifier=".cs")
+            there = _rows_of(addresses_of_scales + place // n, tl.float32)
+            tl.store(there + place % n * g + run, scale, mask=run < g)
+
+
+@jit
+def _dequantise(rows, scales, ends, out, e, d: tl.constexpr, g: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(ends + e - 1):
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(rows + row * d + column, mask=column < d, other=0.0).to(tl.float32)
+        if g == 1:
+            value *= tl.load(scales + row)
+        else:
+            value *= tl.load(scales + row * g + column // (d // g), mask=column < d, other=0.0)
+        tl.store(out + row * d + column, value.to(out.dtype.element_ty), mask=column < d)
 
 
 @jit

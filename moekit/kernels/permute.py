@@ -159,8 +159,11 @@ class OneRank(NamedTuple):
 
     kernels: str
 
-    def send(self, x: Tensor, slots: Slots, weights: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def send(
+        self, x: Tensor, slots: Slots, weights: Tensor | None = None, *, ends: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return rows in expert order, and their weights."""
+        del ends  # all rows are there
         by_row = None
         if weights is not None:
             by_row = torch.empty_like(weights).view(-1).scatter_(0, slots.flatten(), weights.flatten())

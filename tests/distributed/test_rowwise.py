@@ -2,8 +2,15 @@
 
 import copy
 import gc
+import os
+import re
+import signal
+import socket
+import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +18,11 @@ import torch.distributed as dist
 from exchanges import D, K, hurried, layers, make_mesh, make_params, tokens
 
 import moekit as mk
+from moekit import symmetric
+from moekit.kernels.one_sided import quantise
 from moekit.kernels.permute import count_experts
+from moekit.plan import split_layers
+from moekit.schedules import interleaved
 from moekit.testing import check_transport, ranks
 
 # --- The contract ---------------------------------------------------------------------
@@ -119,6 +130,44 @@ def test_a_rank_that_needs_fewer_gradients_changes_none_of_the_others(frozen):
             assert once and all(torch.equal(grad, wanted[name]) for name, grad in once.items())
 
 
+def two_layers_backward(order, functions):
+    """Return the gradients of two layers that share buffers, both forwards first unless order is None."""
+    mesh, dtype = make_mesh(), torch.float64
+    via = mk.rowwise(mesh, n_tokens=6, d_model=D, n_experts=4, top_k=K, dtype=dtype)
+    forwards = []
+    for seed in range(2):
+        params, leaves = make_params(4, dtype, seed)
+        forwards.append((params, [tokens(5 - seed + dist.get_rank(), dtype, seed), *leaves]))
+
+    def forward(i):
+        params, (x, *_) = forwards[i]
+        if functions == "moe":
+            return mk.moe(params, x, top_k=K, via=via, kernels="loop", mesh=mesh)[0]
+        sent = mk.dispatch(x, mk.route(params["router"], x, top_k=K), via=via, mesh=mesh)
+        rows = mk.expert_forward(params["experts"], sent.rows, sent.offsets, kernels="loop")
+        return mk.combine(rows, sent)
+
+    def backward(i, y):
+        return torch.autograd.grad(y.square().sum(), forwards[i][1])
+
+    if order is None:
+        return [backward(i, forward(i)) for i in range(2)]
+    outputs = [forward(i) for i in range(2)]
+    grads = {i: backward(i, outputs[i]) for i in order}
+    return [grads[i] for i in range(2)]
+
+
+@pytest.mark.parametrize("functions", ["moe", "dispatch and combine"])
+def test_layers_that_share_buffers_can_go_backward_in_any_order(functions):
+    one_by_one, *others = (
+        ranks(2)(two_layers_backward, order, functions) for order in (None, (0, 1), (1, 0))
+    )
+    for got in others:
+        for mine, wanted in zip(got, one_by_one, strict=True):
+            for a, b in zip(mine, wanted, strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def one_process(**options):
     return mk.rowwise(None, n_tokens=5, d_model=D, n_experts=4, top_k=K, dtype=torch.float64, **options)
 
@@ -151,6 +200,83 @@ def test_one_made_for_inference_can_train():
     x = torch.randn(5, D, dtype=torch.float64, requires_grad=True)
     sent = mk.dispatch(x, mk.route(torch.randn(D, 4, dtype=torch.float64), x, top_k=K), via=via)
     assert torch.autograd.grad(mk.combine(sent.rows, sent).sum(), x)[0].isfinite().all()
+
+
+# --- Rows that travel in float8 -------------------------------------------------------
+
+FP8 = torch.float8_e4m3fn
+
+
+def in_float8(payload, functions, kernels, dtype):
+    """Return output and gradients of layers that send float8, or that round tokens before they send them."""
+    mesh = make_mesh()
+    sizes = dict(d_model=D, n_experts=4, top_k=K, dtype=dtype, kernels=kernels)
+    via = mk.rowwise(mesh, n_tokens=6, capacity_factor=0.75, payload=payload, **sizes)
+    send = via.send
+
+    def rounded(x, places, weights=None, *, ends=None):
+        if ends is not None:  # tokens, not gradients
+            q, s = quantise(x, 1)
+            x = (q.float() * s).to(x.dtype)
+        return send(x, places, weights, ends=ends)
+
+    if payload is None:
+        via.send = rounded
+    run = "loop" if kernels == "torch" else kernels
+    x, found = tokens(6 - 2 * dist.get_rank(), dtype), []
+    x.data[0], x.data[1] = 0.0, 1e-35  # which becomes zeros
+    y = x
+    for seed in range(2):
+        params, leaves = make_params(4, dtype, seed)
+        if functions == "moe":
+            y = y + mk.moe(params, y, top_k=K, via=via, kernels=run, mesh=mesh)[0]
+        else:
+            sent = mk.dispatch(y, mk.route(params["router"], y, top_k=K), via=via, mesh=mesh)
+            rows = mk.expert_forward(params["experts"], sent.rows, sent.offsets, kernels=run)
+            y = y + mk.combine(rows, sent)
+        found += leaves
+    grads = torch.autograd.grad((y * torch.linspace(1, 2, D, dtype=dtype)).sum(), [x, *found])
+    return [y.detach(), *grads], via.n_bytes
+
+
+@pytest.mark.parametrize(
+    ("functions", "kernels", "dtype"),
+    [
+        ("moe", "torch", torch.bfloat16),
+        ("dispatch and combine", "torch", torch.bfloat16),
+        ("moe", "torch", torch.float32),
+        ("moe", "triton", torch.float32),
+    ],
+)
+def test_a_payload_gives_the_bits_of_rows_that_were_rounded_before(functions, kernels, dtype):
+    if kernels == "triton":
+        pytest.importorskip("triton")
+    got, want = (ranks(2)(in_float8, payload, functions, kernels, dtype) for payload in (FP8, None))
+    for (mine, more), (theirs, n_bytes) in zip(got, want, strict=True):
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(mine, theirs, strict=True))
+        capacity = 9
+        assert more - n_bytes == -(-capacity * D // 128) * 128 + 128  # rows and scales, each to 128 bytes
+
+
+def with_a_bad_token():
+    mesh, dtype = make_mesh(), torch.float32
+    via = mk.rowwise(mesh, n_tokens=6, d_model=D, n_experts=4, top_k=1, dtype=dtype, payload=FP8)
+    x = tokens(6, dtype).detach()
+    scores = torch.zeros(6, 4)
+    ids = (torch.arange(6)[:, None] + dist.get_rank()) % 4
+    routing = mk.Routing(
+        weights=torch.ones(6, 1), expert_ids=ids, counts=count_experts(ids, 4), logits=scores, scores=scores
+    )
+    x[2, 1], x[4, 3] = torch.inf, torch.nan
+    sent = mk.dispatch(x, routing, via=via, mesh=mesh)
+    y = mk.combine(sent.rows, sent)
+    return y.isnan().all(1).tolist(), y.isfinite().all(1).tolist()
+
+
+def test_a_token_that_is_not_finite_arrives_as_nan_and_spoils_no_other():
+    for bad, good in ranks(2)(with_a_bad_token):
+        assert bad == [False, False, True, False, True, False]
+        assert good == [not x for x in bad]
 
 
 # --- Without room ---------------------------------------------------------------------
@@ -227,6 +353,56 @@ def test_routes_without_room_add_nothing_and_are_counted(overflow, factor):
     ranks(3)(overflowing, overflow, factor)
 
 
+def dropped_by_a_model(pp, recompute):
+    """Return the statistics of a batch in two micro-batches, and what the layers' plans say was dropped."""
+    mesh = mk.make_mesh(pp=pp, ep=2, device="cpu")
+    inner = mesh["edp", "ep"]
+    config = mk.ModelConfig(
+        vocab_size=16, d_model=8, n_layers=2, n_heads=2, n_kv_heads=1, d_head=4,
+        n_experts=8, top_k=2, d_expert=4,
+    )  # fmt: skip
+    via = mk.rowwise.of(config, mesh["ep"], n_tokens=2 * 6, dtype=torch.float32, capacity_factor=0.75)
+    plan, planned = via.plan, []
+
+    def noted(routing):
+        found = plan(routing)
+        if not torch._C._current_autograd_node():  # a layer that is recomputed drops the same again
+            planned.append(found.dropped.sum())
+        return found
+
+    via.plan = noted
+    block = mk.remat(mk.model.transformer_block, recompute)
+    options = dict(config=config, via=via, block=block, mesh=inner)
+    stages = split_layers(config, pp)
+    place = mesh["pp"].get_local_rank() if pp > 1 else 0
+    params = mk.init_params(config, stages=[stages[place]], mesh=mesh)
+    ids = torch.arange(4) + 4 * inner["ep"].get_local_rank()
+    sequences = (ids[:, None] + torch.arange(7)) ** 2 % 16
+    batch = mk.batch.make_batch(sequences, torch.zeros_like(sequences), ids)
+    batch = mk.count_tokens(batch, mesh=inner)
+    if pp == 1:
+        loss = partial(mk.next_token_loss, **options)
+        grad_fn = mk.accumulate(mk.value_and_grad(loss, has_aux=True), 2)
+    else:
+        grad_fn = mk.pipeline(
+            [partial(mk.model.stage_loss, stage=stage, **options) for stage in stages],
+            schedule=interleaved(pp, 2, 1),
+            boundary=lambda part: torch.empty(*part.tokens.shape, config.d_model),
+            mesh=mesh["pp"],
+        )
+    (_, stats), _ = grad_fn(params, batch)
+    stats = mk.mesh.sum_over_ranks(stats, mesh=mesh)
+    return int(stats["n_dropped"]), int(stats["n_routes"]), int(sum(planned))
+
+
+@pytest.mark.parametrize(("pp", "recompute"), [(1, "none"), (1, "block"), (2, "none")])
+def test_the_statistics_count_what_all_ranks_layers_and_micro_batches_dropped(pp, recompute):
+    found = ranks(2 * pp)(dropped_by_a_model, pp, recompute)
+    dropped = sum(planned for _, _, planned in found)
+    assert dropped > 0
+    assert {of_rank[:2] for of_rank in found} == {(dropped, 2 * 2 * 4 * 6 * 2)}  # layers, ranks, rows, ids, k
+
+
 def refusing():
     via = mk.rowwise(
         make_mesh(), n_tokens=4, d_model=D, n_experts=4, top_k=1, dtype=torch.float32,
@@ -248,7 +424,7 @@ def test_too_many_rows_are_refused_on_every_rank_with_the_numbers():
 def more_tokens_than_there_is_room_for():
     via = mk.rowwise(make_mesh(), n_tokens=2, d_model=D, n_experts=2, top_k=1, dtype=torch.float32)
     params, _ = make_params(2, torch.float32)
-    with pytest.raises(ValueError, match="has it for 4; a larger n_tokens"):
+    with pytest.raises(ValueError, match="made for n_tokens=2 of a rank, got 3; make another, or give it a"):
         mk.moe(params, torch.ones(3, D), top_k=1, via=via, mesh=via.mesh)
 
 
@@ -256,11 +432,62 @@ def test_without_a_capacity_factor_nothing_is_dropped_so_more_tokens_are_refused
     ranks(2)(more_tokens_than_there_is_room_for)
 
 
+# --- Ranks that do not come -----------------------------------------------------------
+
+SECONDS = 3
+
+
+def with_others_gone(how, folder):
+    """Return what the first rank is told, and after how long, when the last one goes in mid-exchange."""
+    mesh, last = make_mesh(), dist.get_rank() == dist.get_world_size() - 1
+    sizes = dict(n_tokens=4, d_model=D, n_experts=6, top_k=K, dtype=torch.float32)
+    via = mk.rowwise(mesh, **sizes, timeout=timedelta(seconds=SECONDS))
+    params, leaves = make_params(6, torch.float32)
+    meet, begun = via._meet, time.monotonic()
+
+    def go(*names):
+        if last and names == ("rows in",):
+            os.kill(os.getpid(), signal.SIGKILL)
+        meet(*names)
+
+    def layer():
+        y = mk.moe(params, tokens(4, torch.float32), top_k=K, via=via, kernels="loop", mesh=mesh)[0]
+        torch.autograd.grad(y.sum(), leaves)
+
+    layer()
+    if how == "killed":
+        via._meet = go
+    elif last:
+        return time.sleep(2 * SECONDS)  # it lives, and calls one layer less
+    try:
+        layer()
+    except RuntimeError as error:
+        told = str(error)
+    else:
+        told = "nothing"
+    (folder / str(dist.get_rank())).write_text(f"{time.monotonic() - begun} {told}")
+
+
+@pytest.mark.parametrize("how", ["killed", "calls fewer layers"])
+def test_a_rank_that_does_not_come_is_an_error_on_the_others_within_the_timeout(how, tmp_path):
+    if how == "killed":
+        with pytest.raises(RuntimeError, match="rank 2 of 3 failed:\nthe process ended with exit code -9"):
+            ranks(3, grace=2 * SECONDS)(with_others_gone, how, tmp_path)
+    else:
+        ranks(3)(with_others_gone, how, tmp_path)
+    barriers = {"killed": (10, 9), "calls fewer layers": (9, 8)}[how]
+    for rank in range(2):
+        seconds, told = (tmp_path / str(rank)).read_text().split(maxsplit=1)
+        assert float(seconds) < 2 * SECONDS
+        assert f"got to barrier {barriers[0]}" in told and f"{{2: {barriers[1]}}}" in told, told
+
+
 # --- Races ----------------------------------------------------------------------------
 
 
-def test_ranks_that_are_late_change_no_bit():
-    assert all(ranks(4)(hurried, None, 50))
+@pytest.mark.parametrize(("payload", "n_runs"), [(None, 50), (FP8, 25)])
+def test_ranks_that_are_late_change_no_bit(payload, n_runs):
+    assert all(ranks(4)(hurried, None, n_runs, payload=payload))
 
 
 @pytest.mark.parametrize(
@@ -316,9 +543,23 @@ def test_the_capacity_is_what_is_said():
 
 
 def refused_on_ranks():
-    mesh = make_mesh()
-    with pytest.raises(ValueError, match="needs one layout on all ranks"):
-        mk.rowwise(mesh, n_tokens=4 + dist.get_rank(), d_model=D, n_experts=4, top_k=2)
+    mesh, here = make_mesh(), dist.get_rank()
+    sizes = dict(n_tokens=4, d_model=D, n_experts=4, top_k=2)
+    for differ, numbers in [
+        (dict(n_tokens=4 + here), r"(?s)'rows in'.*\(16, 16\).*\(20, 16\)"),
+        (dict(d_model=D + here), r"(?s)'rows in'.*\(16, 16\).*\(16, 17\)"),
+        (dict(dtype=(torch.float32, torch.bfloat16)[here]), r"(?s)'rows in'.*float32.*bfloat16"),
+        (dict(n_experts=4 + 2 * here), r"(?s)'counts'.*\(8,\).*\(12,\)"),
+        (dict(payload=(None, FP8)[here]), r"(?s)\{\}.*'packed in'"),
+        (dict(capacity_factor=1.0 + here), r"(?s)'rows in'.*\(8, 16\).*\(16, 16\)"),
+    ]:
+        with pytest.raises(ValueError, match="needs one layout on all ranks, got") as error:
+            mk.rowwise(mesh, **(sizes | differ))
+        message = str(error.value)
+        if here:  # its own comes first
+            mine, theirs = message.split(" here and ")
+            message = theirs + mine
+        assert re.search(numbers, message), message
     via = mk.rowwise(mesh, n_tokens=4, d_model=D, n_experts=4, top_k=K, dtype=torch.float32)
     params, _ = make_params(4, torch.float32)
     with pytest.raises(ValueError, match="was made for the ranks of"):
@@ -329,9 +570,58 @@ def test_ranks_that_do_not_agree_are_told():
     ranks(2)(refused_on_ranks)
 
 
+def test_rows_of_another_dtype_are_not_rounded_on_their_way_home():
+    via = mk.rowwise(None, n_tokens=4, d_model=D, n_experts=8, top_k=K, dtype=torch.bfloat16)
+    x = torch.ones(4, D, dtype=torch.bfloat16)
+    sent = mk.dispatch(x, mk.route(torch.ones(D, 8, dtype=x.dtype), x, top_k=K), via=via)
+    with pytest.raises(ValueError, match=r"bfloat16 rows of width 16 on cpu, got torch\.float32"):
+        mk.combine(sent.rows.float(), sent)
+
+
+def hosts_that_differ():
+    socket.gethostname = lambda: f"host-{dist.get_rank()}"
+    with pytest.raises(RuntimeError, match=r"all ranks on one host, got \['host-0', 'host-1'\]"):
+        mk.rowwise(make_mesh(), n_tokens=4, d_model=D, n_experts=4, top_k=2)
+
+
+def test_ranks_on_two_hosts_are_refused():
+    ranks(2)(hosts_that_differ)
+
+
+def devices(visible, rank_of_device, hosts, far):
+    """Say what `_check_reach` says of GPUs that the rank sees, `far` being pairs that are not connected."""
+    rank = dist.get_rank()
+    mine = visible[rank]
+    cuda = dict(
+        device_count=lambda: len(mine),
+        get_device_properties=lambda i: SimpleNamespace(uuid=mine[i]),
+        can_device_access_peer=lambda i, j: {mine[i], mine[j]} not in far,
+    )
+    for name, fake in cuda.items():
+        setattr(torch.cuda, name, fake)
+    socket.gethostname = lambda: hosts[rank]
+    try:
+        symmetric._check_reach(torch.device("cuda", mine.index(rank_of_device[rank])), make_mesh())
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_devices_without_access_to_each_other_are_named_on_all_ranks():
+    all_three, alike = ["abc"] * 3, ["here"] * 3
+    for error in ranks(3)(devices, all_three, "abc", alike, [{"a", "c"}]):
+        assert "do not address those of other ranks: {0: [2], 2: [0]}; take via='all_to_all'" in error
+    assert ranks(3)(devices, all_three, "abc", alike, []) == [""] * 3
+    assert ranks(3)(devices, "abc", "abc", alike, [{"a", "c"}]) == [""] * 3  # each sees its own alone
+    assert ranks(3)(devices, all_three, "aaa", alike, [{"a"}]) == [""] * 3
+    assert ranks(3)(devices, all_three, "abc", ["here", "here", "there"], [{"a", "c"}]) == [""] * 3
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (dict(payload=torch.float8_e5m2), r"payload None or torch\.float8_e4m3fn, got torch\.float8_e5m2"),
+        (dict(timeout=timedelta(0)), "timeout of a millisecond or more, got 0:00:00"),
         (dict(n_experts=0), "needs n_experts that ep divides"),
         (dict(top_k=9), "top_k from 1 to n_experts"),
         (dict(capacity_factor=0.0), "positive, finite capacity_factor, got 0.0"),
@@ -348,8 +638,9 @@ def test_sizes_that_do_not_fit_are_refused(change, message, unchecked):
 @pytest.mark.parametrize(
     ("x", "n_experts", "message"),
     [
-        (torch.ones(2, D, dtype=torch.float64), 8, r"float32 tokens of width 16, got torch.float64"),
-        (torch.ones(2, 12), 8, "of width 16, got torch.float32 and 12"),
+        (torch.ones(2, D, dtype=torch.float64), 8, r"float32 tokens of width 16 on cpu, got torch.float64"),
+        (torch.ones(2, 12), 8, "of width 16 on cpu, got torch.float32 and 12"),
+        (torch.ones(5, D), 8, "n_tokens=4 of a rank, got 5"),
         (torch.ones(2, D), 4, "8 experts and top_k=2, got 4 and 2"),
     ],
 )

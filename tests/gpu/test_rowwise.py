@@ -1,5 +1,7 @@
 """Rows written straight to their experts, through the symmetric memory of ranks on one GPU and on several."""
 
+import time
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -8,6 +10,8 @@ import torch.distributed as dist
 from exchanges import D, K, hurried, layers, make_mesh, make_params, tokens
 
 import moekit as mk
+from moekit.kernels.one_sided import FP8, dequantise, put_quantised
+from moekit.symmetric import Shared
 from moekit.testing import check_transport, ranks
 
 N = torch.cuda.device_count()
@@ -87,3 +91,59 @@ def refusing():
 def test_too_many_rows_are_refused_by_the_device():
     (error,) = ranks(1, device="cuda:0")(refusing)
     assert "device-side assert" in error
+
+
+@pytest.mark.skipif(
+    not N or torch.cuda.get_device_capability() < (8, 9), reason="needs compute capability 8.9"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("d", "g"), [(64, 1), (1000, 1), (4096, 1), (7168, 1), (4096, 128), (96, 3)])
+def test_rows_in_float8_have_the_bits_of_the_reference(d, g, dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, size = (torch.randn(257, d, generator=generator, device="cuda") for _ in range(2))
+    x = (x * size.mul(4).exp()).to(dtype)
+    x[0], x[1, 0], x[2, 0], x[3] = 0.0, torch.inf, torch.nan, 1e-35
+    places = torch.randperm(2 * len(x), generator=generator, device="cuda").view(-1, 2)
+    places[5, 1], n, found = -1, 2 * len(x), []
+    for kernels in ("torch", "triton"):
+        to, scales = (
+            Shared(mine, (mine,), torch.tensor([mine.data_ptr()], device="cuda"))
+            for mine in (torch.zeros(n, d, device="cuda").to(FP8), torch.zeros(n, g, device="cuda"))
+        )
+        put_quantised(x, places, to, scales, kernels=kernels)
+        out = torch.zeros(n, d, device="cuda", dtype=dtype)
+        ends = torch.tensor([3, n], device="cuda", dtype=torch.int32)
+        dequantise(to.mine, scales.mine, ends, out, kernels=kernels)
+        found.append((scales.mine.nan_to_num(-1.0), out.nan_to_num(-1.0)))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
+
+
+@WHERE
+def test_ranks_that_are_late_change_no_bit_of_rows_in_float8(device, sizes):
+    assert all(ranks(max(sizes), device=device)(hurried, None, 25, device="cuda", payload=FP8))
+
+
+def left_alone():
+    """Return what a rank is told whose peer calls no layer."""
+    via = mk.rowwise(
+        make_mesh("cuda"), n_tokens=4, d_model=D, n_experts=4, top_k=1, dtype=torch.float32,
+        timeout=timedelta(seconds=2),
+    )  # fmt: skip
+    if dist.get_rank():
+        time.sleep(8)  # its memory stays
+        return "no error"
+    params, _ = make_params(4, torch.float32, device="cuda")
+    try:
+        mk.moe(params, torch.ones(4, D, device="cuda"), top_k=1, via=via, mesh=via.mesh)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+@WHERE
+def test_a_rank_that_does_not_come_stops_the_device_of_one_that_waits(device, sizes):
+    begun = time.monotonic()
+    error, _ = ranks(2, device=device)(left_alone)
+    assert "CUDA error" in error and time.monotonic() - begun < 60
