@@ -1,7 +1,7 @@
 """The experts: grouped GEMM, activation, grouped GEMM."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -207,7 +207,9 @@ class _Experts(torch.autograd.Function):
         return grad_x, grad_weights, grad_gate_up, grad_down, *[None] * 2, grad_base, *[None] * 3
 
 
-def _send(exchange: OneRank | rowwise, x: Tensor, places: Tensor, offsets: Tensor, weights=None) -> tuple:
+def _send(
+    exchange: OneRank | rowwise, x: Tensor, places: Tensor, offsets: Tensor, weights: Any = None
+) -> tuple:
     """Send tokens, which may travel in another format than gradients do."""
     if isinstance(exchange, rowwise):
         return exchange.send(x, places, weights, ends=offsets)
