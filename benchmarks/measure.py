@@ -314,9 +314,9 @@ def environment(device: str, packages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def commit(root: Path) -> dict[str, Any]:
-    """Return the commit of a checkout, and whether its code differs; of a plain copy what GIT_COMMIT says."""
-    if not (root / ".git").exists() or not shutil.which("git"):
-        return dict(commit=os.environ.get("GIT_COMMIT"), dirty=None)
+    """Return the commit, and whether the code differs from it: what GIT_COMMIT says, or a checkout."""
+    if (given := os.environ.get("GIT_COMMIT")) or not (root / ".git").exists() or not shutil.which("git"):
+        return dict(commit=given, dirty=None)
     head, changes = (
         subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True).stdout.strip()
         for args in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "moekit", "benchmarks"])

@@ -121,7 +121,7 @@ class SymmetricMemory:
         ------
         RuntimeError
             When a rank has not come in time, or its process has ended. On CUDA the device prints which rank
-            it waited for, and stops: whatever the host calls next of CUDA fails.
+            it waited for, and stops: whatever the host calls next of CUDA fails, or ends the process.
         """
         self._barrier()
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from moekit import model
 from moekit.kernels import attention
-from moekit.kernels._backend import finds
+from moekit.kernels._backend import finds, is_hopper
 from moekit.kernels.attention import attention_of_qkv, causal_attention, find_documents
 from moekit.kernels.qk_norm_rope import qk_norm_rope
 
@@ -122,10 +122,12 @@ def kernels_of(fn):
     return [event.key for event in profile.key_averages()]
 
 
-def test_whole_rows_go_to_cudnn_and_documents_to_triton():
+def test_whole_rows_go_to_flash_attn_4_or_cudnn_and_documents_to_triton():
     whole, packed = CASES["whole rows, grouped"](), CASES["short documents"]()
     names = kernels_of(functools.partial(run, whole, torch.bfloat16, fused=True, data=make(*whole[:5])))
-    assert any("cudnn" in name for name in names), names
+    on_hopper = is_hopper(torch.empty(0, device="cuda"))
+    library = "flash_attn" if on_hopper and finds("flash_attn.cute") else "cudnn"
+    assert any(library in name for name in names), names
     names = kernels_of(functools.partial(run, packed, torch.bfloat16, fused=True, data=make(*packed[:5])))
     assert {"_forward", "_backward_q", "_backward_kv"} <= set(names), names
 
