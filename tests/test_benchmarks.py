@@ -216,8 +216,9 @@ def test_a_toy_step_leaves_out_what_is_compiled_on_a_cpu_and_a_part_that_fails_e
 def test_results_name_the_commit_and_whether_the_code_differs_from_it(tmp_path, monkeypatch):
     monkeypatch.delenv("GIT_COMMIT", raising=False)
     assert measure.commit(tmp_path) == dict(commit=None, dirty=None)
-    monkeypatch.setenv("GIT_COMMIT", "of a copy")
-    assert measure.commit(tmp_path) == dict(commit="of a copy", dirty=None)
+    with monkeypatch.context() as of_a_copy:
+        of_a_copy.setenv("GIT_COMMIT", "given")
+        assert measure.commit(tmp_path) == dict(commit="given", dirty=None)
 
     def git(*args):
         by = ["-c", "user.name=a", "-c", "user.email=a@b"]
