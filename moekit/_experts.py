@@ -177,25 +177,25 @@ class _Experts(torch.autograd.Function):
         hidden = swiglu_forward(gated, by_row, offsets, kernels=kind)
         out = None if exchange is None else exchange.outgoing()
         out = grouped_mm(hidden, down, offsets, out=out, kernels=products.forward)
-        ctx.save_for_backward(x, weights, gate_up, down, offsets, places, gated)
+        ctx.save_for_backward(x, by_row, gate_up, down, offsets, places, gated)
         ctx.products, ctx.into, ctx.exchange = products, into, exchange
         return out if exchange is None else exchange.fetch(out, places, base=base)[0]
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weights, gate_up, down, offsets, places, gated = ctx.saved_tensors
+        x, by_row, gate_up, down, offsets, places, gated = ctx.saved_tensors
         may_overwrite, exchange = forget_saved(ctx), ctx.exchange
         _, input_grad, weight_grad, kind = ctx.products
         into_gate_up, into_down = ctx.into
         needs_x, _, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
-        at = 1 if weights is None else 2  # of gate_up among the tensors that came
+        at = 1 if by_row is None else 2  # of gate_up among the tensors that came
         needs_gate_up = needs_gate_up and (into_gate_up is None or _is_asked_for(ctx, at))
         needs_down = needs_down and (into_down is None or _is_asked_for(ctx, at + 1))
         together = isinstance(exchange, rowwise)  # ranks send and fetch alike, whatever each of them needs
         if together:
             refuse_second_derivatives()
         grad_base = grad if ctx.needs_input_grad[6] else None
-        grad, by_row = (grad.contiguous(), None) if exchange is None else exchange.send(grad, places, weights)
+        grad = grad.contiguous() if exchange is None else exchange.send(grad, places)[0]
         grad_hidden = grouped_mm(grad, down.mT, offsets, kernels=input_grad)
         grad_gated, hidden, grad_by_row = swiglu_backward(
             grad_hidden, gated, by_row, offsets, in_place=may_overwrite, kernels=kind

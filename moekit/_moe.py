@@ -55,11 +55,16 @@ def moe(
     y : Float[Tensor, "t d"]
     routing : Routing
         For the balancing losses and counts.
+
+    Raises
+    ------
+    ValueError
+        From the functions that it is made of, for sizes that do not fit or options unknown to them; for
+        parameters that are missing.
     """
     check_names("moe", "params", params, "router", "experts")
     check_names("moe", "experts", params["experts"], "gate_up", "down")
-    n_rows = via.capacity if isinstance(via, rowwise) else len(x) * top_k
-    products = choose_products("moe", kernels, n_rows, local(params["experts"]["gate_up"]))
+    products = choose_products("moe", kernels, len(x) * top_k, local(params["experts"]["gate_up"]))
     routing = route(params["router"], x, top_k=top_k, kernels=elementwise(kernels), **route_options)
     experts, base = params["experts"], None
     if "shared" in params.keys():

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moekit._route import Routing
 from moekit.config import ModelConfig
+from moekit.kernels import check_shapes
 from moekit.kernels.one_sided import FP8, dequantise, get_each, get_sum, put, put_each, put_quantised
 from moekit.kernels.permute import gather_sum_backward
 from moekit.kernels.row_map import RowMap, row_map
@@ -30,9 +31,10 @@ class rowwise:
     """A transport of fixed shapes, for ranks that address each other's memory: ``via=`` of :func:`dispatch`.
 
     Made once, by all ranks of the mesh, and handed to every layer: buffers belong to this object, are in use
-    only while a layer sends or fetches, and go when nothing refers to it. With :func:`moekit.moe` nothing is
-    copied on the way; :func:`moekit.dispatch` and :func:`moekit.combine` by themselves copy rows out of the
-    buffers and into them, as autograd keeps them beyond the call. All ranks run the backward of a layer, or
+    only while a layer sends or fetches, and go when nothing refers to it. With :func:`moekit.moe` and the
+    products of Triton or quack-kernels nothing is copied on the way; :func:`moekit.dispatch` and
+    :func:`moekit.combine` by themselves copy rows out of the buffers and into them, as autograd keeps them
+    beyond the call. All ranks run the backward of a layer, or
     none does. First derivatives only.
 
     Parameters
@@ -115,10 +117,12 @@ class rowwise:
             raise ValueError(f"rowwise needs payload None or {FP8}, got {payload}")
         size = 1 if mesh is None else mesh.size()
         self.capacity = rows_of_rank(size, n_tokens, n_experts, top_k, capacity_factor)
-        self.n_tokens = n_tokens if capacity_factor is None else math.inf  # that may come from a rank
+        self._most_tokens = n_tokens if capacity_factor is None else math.inf  # of a rank
         self.mesh, self.n_experts, self.top_k = mesh, n_experts, top_k
         self.d_model, self.dtype, self.payload, self.kernels = d_model, dtype, payload, kernels
         self.overflow = "refuse" if capacity_factor is None else overflow
+        # Without a factor there is room for all, unless a token may choose an expert twice.
+        self._may_overflow = capacity_factor is not None or top_k > n_experts // size
         if device is None:
             device = "cpu" if mesh is None else mesh.device_type
         if device == "cuda":
@@ -157,9 +161,9 @@ class rowwise:
                 f"rowwise was made for {self.n_experts} experts and top_k={self.top_k}, got "
                 f"{routing.n_experts} and {routing.expert_ids.shape[1]}; make another"
             )
-        if len(routing.expert_ids) > self.n_tokens:
+        if (n := len(routing.expert_ids)) > self._most_tokens:
             raise ValueError(
-                f"rowwise was made for n_tokens={self.n_tokens} of a rank, got {len(routing.expert_ids)}; "
+                f"rowwise was made for n_tokens={self._most_tokens} of a rank, got {n}; "
                 "make another, or give it a capacity_factor"
             )
         counts = self._claim("counts")
@@ -167,7 +171,7 @@ class rowwise:
         put_each(everyone, self._places_of_counts, counts, kernels=self.kernels)
         self._meet("counts")
         matrix = counts.mine.view(self.memory.size, self.n_experts)
-        if self.overflow == "refuse":
+        if self.overflow == "refuse" and self._may_overflow:
             wanted = matrix.sum(0).view(self.memory.size, -1).sum(1).max()
             check_values(
                 wanted <= self.capacity,
@@ -193,7 +197,7 @@ class rowwise:
         *,
         ends: Int[Tensor, " e"] | None = None,
     ) -> tuple[Float[Tensor, "r d"], Float[Tensor, " r"] | None]:
-        """Return the rows, and weights, that came here: the buffers, as they are until the next ``send``.
+        """Return the rows that came here, in the buffer, until the next ``send``; and the weights, a copy.
 
         Given ``ends``, where the rows of each expert here end, rows travel as ``payload`` says.
         """
@@ -210,7 +214,7 @@ class rowwise:
         if packed is not None and ends is not None:
             scales = self.memory.tensors["scales in"]
             dequantise(packed.mine, scales.mine, ends, rows.mine, kernels=self.kernels)
-        return rows.mine, None if weights is None else self.memory.tensors["weights in"].mine
+        return rows.mine, None if weights is None else self.memory.tensors["weights in"].mine.clone()
 
     def fetch(
         self,
@@ -227,6 +231,7 @@ class rowwise:
         """
         if rows is not None:
             self._check(rows, "rows")
+            check_shapes("rowwise.fetch", rows=(rows, (self.capacity, self.d_model)))
         out = self._claim("rows out")
         numbers = self.memory.tensors["weights out"]
         if rows is not None and rows is not out.mine:
@@ -246,10 +251,10 @@ class rowwise:
     def _check(self, x: Tensor, what: str) -> None:
         """Raise for tokens or rows other than those of the buffers."""
         device = self.memory.tensors["counts"].mine.device
-        if (x.dtype, x.shape[1], x.device) != (self.dtype, self.d_model, device):
+        if (x.dtype, *x.shape[1:], x.device) != (self.dtype, self.d_model, device):
             raise ValueError(
                 f"rowwise was made for {self.dtype} {what} of width {self.d_model} on {device}, got "
-                f"{x.dtype} and {x.shape[1]} on {x.device}; make another"
+                f"{x.dtype} {tuple(x.shape)} on {x.device}; make another"
             )
 
     def _claim(self, name: str):

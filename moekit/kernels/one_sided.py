@@ -1,7 +1,9 @@
 """Rows written to and read from the memory of other ranks, one kernel each.
 
-``places`` (t, k) from :func:`moekit.kernels.row_map.row_map` say where a token's rows are: rank * n + row, or
--1 for none. Nothing here waits for another rank; :class:`moekit.symmetric.SymmetricMemory` has the barrier.
+``places`` (t, k), int64, from :func:`moekit.kernels.row_map.row_map` say where a token's rows are: rank * n +
+row, or -1 for none; of one rank with room for all they are the slots of :mod:`moekit.kernels.permute`. Other
+shapes or dtypes than those here are a ``ValueError``. Nothing here waits for another rank;
+:class:`moekit.symmetric.SymmetricMemory` has the barrier.
 
 Rows may travel in float8_e4m3fn: ``q``, and a scale ``s`` for each of g runs of d / g features, so that
 ``q * s`` is the row. One run is a whole row.
@@ -13,7 +15,15 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from moekit.kernels._backend import INTERPRETED, jit, next_power_of_2, operator, tl, use_triton
+from moekit.kernels._backend import (
+    INTERPRETED,
+    check_shapes,
+    jit,
+    next_power_of_2,
+    operator,
+    tl,
+    use_triton,
+)
 from moekit.symmetric import Shared
 
 Places = Int[Tensor, "t k"]
@@ -23,7 +33,10 @@ FLOOR = 1e-30  # of what is scaled to it: less than any that matters, and its in
 
 
 def put(x: Float[Tensor, "t d"], places: Places, to: Shared, *, kernels: str = "auto") -> None:
-    """Write each token to its places in ``to``, tensors (n, d): a token is read once."""
+    """Write each token to its places in ``to``, tensors (n, d) of its dtype: a token is read once."""
+    _check("put", x, places, to)
+    if x.dtype != to.mine.dtype:
+        raise ValueError(f"put needs tokens of the rows' {to.mine.dtype}, got {x.dtype}")
     if use_triton("put", kernels, x):
         torch.ops.moekit.put(x, places, to.mine, to.addresses)
         return
@@ -34,7 +47,16 @@ def put(x: Float[Tensor, "t d"], places: Places, to: Shared, *, kernels: str = "
 def put_quantised(
     x: Float[Tensor, "t d"], places: Places, to: Shared, scales: Shared, *, kernels: str = "auto"
 ) -> None:
-    """Write tokens, as :func:`quantise` makes them, to their places in ``to`` (n, d), ``scales`` (n, g)."""
+    """Write tokens, as :func:`quantise` makes them, to their places in ``to`` (n, d), ``scales`` (n, g).
+
+    ``to`` is of float8_e4m3fn, ``scales`` of float32, and g divides d.
+    """
+    _check("put_quantised", x, places, to)
+    if scales.mine.shape[0] != len(to.mine) or x.shape[1] % scales.mine.shape[1]:
+        raise ValueError(
+            f"put_quantised needs scales (n, g) for n={len(to.mine)} rows and g that divides {x.shape[1]}, "
+            f"got {tuple(scales.mine.shape)}"
+        )
     if use_triton("put_quantised", kernels, x):
         torch.ops.moekit.put_quantised(x, places, to.mine, to.addresses, scales.mine, scales.addresses)
         return
@@ -74,7 +96,8 @@ def dequantise(
 
 
 def put_each(values: Shaped[Tensor, "t k"], places: Places, to: Shared, *, kernels: str = "auto") -> None:
-    """Write each route's number to its place in ``to``, tensors (n,)."""
+    """Write each route's number to its place in ``to``, tensors (n,), in their dtype."""
+    check_shapes("put_each", values=(values, places.shape), to=(to.mine, (len(to.mine),)))
     if use_triton("put_each", kernels, values):
         torch.ops.moekit.put_each(values, places, to.mine, to.addresses)
         return
@@ -92,8 +115,10 @@ def get_sum(
 ) -> Float[Tensor, "t d"]:
     """Return each token's rows of ``source``, tensors (n, d), times their weights, summed; plus ``base``.
 
-    The sum is in float32 at least, in the order of the choices.
+    The sum is in float32 at least, in the order of the choices; the result has the dtype of the rows.
     """
+    _check("get_sum", base, places, source)
+    check_shapes("get_sum", weights=(weights, places.shape))
     if use_triton("get_sum", kernels, source.mine):
         return torch.ops.moekit.get_sum(source.mine, source.addresses, places, weights, base)
     t, k = places.shape
@@ -109,12 +134,19 @@ def get_sum(
 
 def get_each(source: Shared, places: Places, *, kernels: str = "auto") -> Shaped[Tensor, "t k"]:
     """Return the number of each route in ``source``, tensors (n,); 0 where it has no place."""
+    check_shapes("get_each", source=(source.mine, (len(source.mine),)))
     if use_triton("get_each", kernels, source.mine):
         return torch.ops.moekit.get_each(source.mine, source.addresses, places)
     values = torch.zeros(places.shape, dtype=source.mine.dtype, device=places.device)
     for peer, here, at in _by_rank(places, source):
         values[here] = peer[at]
     return values
+
+
+def _check(who: str, tokens: Tensor | None, places: Tensor, shared: Shared) -> None:
+    n, d = len(shared.mine), shared.mine.shape[-1]
+    check_shapes(who, rows=(shared.mine, (n, d)), places=(places, (len(places), places.shape[-1])))
+    check_shapes(who, tokens=(tokens, (len(places), d)))
 
 
 def _by_rank(places: Places, shared: Shared):

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from moekit.kernels._backend import jit, next_power_of_2, operator, tl, use_triton
+from moekit.kernels._backend import check_shapes, jit, next_power_of_2, operator, tl, use_triton
 from moekit.kernels.permute import expert_slots
 
 
@@ -52,11 +52,22 @@ def row_map(
         priority (of equal ones the earlier), in the order of their tokens. This sorts the routes.
     kernels : {"auto", "torch", "triton"}
         As for :mod:`moekit.kernels`.
+
+    Raises
+    ------
+    ValueError
+        For shapes that do not fit, a rank that is none of R, or R that does not divide E.
     """
-    slots = expert_slots(expert_ids, counts.shape[1], kernels=kernels)
+    n_ranks, n_experts = counts.shape
+    if n_experts % n_ranks or not 0 <= rank < n_ranks:
+        raise ValueError(
+            f"row_map needs counts (R, E) with R that divides E and a rank below R, got "
+            f"{tuple(counts.shape)} and {rank=}"
+        )
+    check_shapes("row_map", priority=(priority, expert_ids.shape))
+    slots = expert_slots(expert_ids, n_experts, kernels=kernels)
     if priority is None and use_triton("row_map", kernels, expert_ids):
         return RowMap(*torch.ops.moekit.row_map(expert_ids, slots, counts, rank, capacity))
-    n_ranks, n_experts = counts.shape
     e = n_experts // n_ranks
     of_owner = counts.view(n_ranks, n_ranks, e).permute(1, 2, 0).reshape(n_ranks, -1)  # (expert, source)
     end = of_owner.cumsum(1)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from exchanges import D, K, hurried, layers, make_mesh, make_params, tokens
 
 import moekit as mk
-from moekit import symmetric
+from moekit import _moe, symmetric
 from moekit.kernels.one_sided import quantise
 from moekit.kernels.permute import count_experts
 from moekit.plan import split_layers
@@ -639,7 +639,7 @@ def test_sizes_that_do_not_fit_are_refused(change, message, unchecked):
     ("x", "n_experts", "message"),
     [
         (torch.ones(2, D, dtype=torch.float64), 8, r"float32 tokens of width 16 on cpu, got torch.float64"),
-        (torch.ones(2, 12), 8, "of width 16 on cpu, got torch.float32 and 12"),
+        (torch.ones(2, 12), 8, r"of width 16 on cpu, got torch.float32 \(2, 12\)"),
         (torch.ones(5, D), 8, "n_tokens=4 of a rank, got 5"),
         (torch.ones(2, D), 4, "8 experts and top_k=2, got 4 and 2"),
     ],
@@ -649,3 +649,23 @@ def test_other_tokens_than_it_was_made_for_are_refused(x, n_experts, message, un
     routing = mk.route(torch.ones(x.shape[1], n_experts, dtype=x.dtype), x, top_k=K)
     with pytest.raises(ValueError, match=message):
         mk.dispatch(x, routing, via=via)
+
+
+def test_rows_are_as_many_as_there_is_room_for(unchecked):
+    via = mk.rowwise(None, n_tokens=4, d_model=D, n_experts=8, top_k=K, dtype=torch.float32)
+    with pytest.raises(ValueError, match=rf"rowwise.fetch needs rows \({4 * K}, 16\), got \(1, 16\)"):
+        via.fetch(torch.ones(1, D), torch.zeros(4, K, dtype=torch.int64))
+
+
+def test_products_are_chosen_for_the_rows_expected_whatever_there_is_room_for(monkeypatch):
+    seen, choose = [], _moe.choose_products
+    monkeypatch.setattr(
+        _moe, "choose_products", lambda who, of, n, w: seen.append(n) or choose(who, of, n, w)
+    )
+    params, _ = make_params(8, torch.float32)
+    for factor in (None, 5.0):
+        via = mk.rowwise(
+            None, n_tokens=4, d_model=D, n_experts=8, top_k=K, dtype=torch.float32, capacity_factor=factor
+        )
+        mk.moe(params, torch.ones(3, D), top_k=K, via=via)
+    assert seen == [3 * K, 3 * K]

@@ -10,12 +10,15 @@ from moekit.kernels.attention import Documents, attention_of_qkv, causal_attenti
 from moekit.kernels.cross_entropy import cross_entropy_
 from moekit.kernels.feed_forward import feed_forward
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
+from moekit.kernels.one_sided import get_each, get_sum, put, put_each, put_quantised
 from moekit.kernels.permute import expert_slots, gather_sum, gather_sum_backward, scatter, to_tokens
 from moekit.kernels.qk_norm_rope import qk_norm_rope
 from moekit.kernels.rms_norm import rms_norm
 from moekit.kernels.router import choose
+from moekit.kernels.row_map import row_map
 from moekit.kernels.swiglu import swiglu_backward, swiglu_forward
 from moekit.losses import cross_entropy
+from moekit.symmetric import Shared
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 SLOTS = expert_slots(draw(5, 4).topk(2, -1).indices, 4, kernels="torch")
@@ -31,6 +34,11 @@ def i(*shape):
 
 def ends(n):
     return torch.full((n,), 10, dtype=torch.int32)
+
+
+def rows(*shape, dtype=torch.float32):
+    mine = torch.zeros(shape, dtype=dtype)
+    return Shared(mine, (mine,), torch.tensor([mine.data_ptr()]))
 
 
 def heads(kernels, *, qkv=(2, 3, 16), gains=((4,), (4,)), rope=(3, 2)):
@@ -58,6 +66,32 @@ CALLS = [
     (lambda k: heads(k, rope=(2, 2)), "qk_norm_rope needs cosines (3, 2), got (2, 2)"),
     (lambda k: heads(k, qkv=(2, 3, 18)), "qk_norm_rope needs qkv (b, s, 4 h) for n_heads=2, n_kv_heads=1"),
     (lambda k: chosen(k, bias=f(3)), "choose needs bias (4,), got (3,)"),
+    (lambda k: put(f(5, 8), SLOTS, rows(10, 7), kernels=k), "put needs tokens (5, 7), got (5, 8)"),
+    (lambda k: put(f(4, 8), SLOTS, rows(10, 8), kernels=k), "put needs tokens (5, 8), got (4, 8)"),
+    (
+        lambda k: put(f(5, 8), SLOTS, rows(10, 8, dtype=torch.bfloat16), kernels=k),
+        "put needs tokens of the rows' torch.bfloat16, got torch.float32",
+    ),
+    (
+        lambda k: put_quantised(f(5, 8), SLOTS, rows(10, 8), rows(10, 3), kernels=k),
+        "put_quantised needs scales (n, g) for n=10 rows and g that divides 8, got (10, 3)",
+    ),
+    (lambda k: put_each(f(5, 1), SLOTS, rows(10), kernels=k), "put_each needs values (5, 2), got (5, 1)"),
+    (lambda k: get_sum(rows(10, 8), SLOTS, f(5, 1), kernels=k), "get_sum needs weights (5, 2), got (5, 1)"),
+    (
+        lambda k: get_sum(rows(10, 8), SLOTS, base=f(5, 7), kernels=k),
+        "get_sum needs tokens (5, 8), got (5, 7)",
+    ),
+    (lambda k: get_each(rows(10, 8), SLOTS, kernels=k), "get_each needs source (10,), got (10, 8)"),
+    (
+        lambda k: row_map(i(5, 2), i(2, 4), rank=2, capacity=9, kernels=k),
+        "row_map needs counts (R, E) with R that divides E and a rank below R, got (2, 4) and rank=2",
+    ),
+    (lambda k: row_map(i(5, 2), i(2, 3), rank=0, capacity=9, kernels=k), "row_map needs counts (R, E)"),
+    (
+        lambda k: row_map(i(5, 2), i(2, 4), rank=0, capacity=9, priority=f(5, 1), kernels=k),
+        "row_map needs priority (5, 2), got (5, 1)",
+    ),
     (lambda k: chosen(k, expert_ids=i(5, 1)), "choose needs expert_ids (5, 2), got (5, 1)"),
     (lambda k: chosen(k, top_k=5), "choose needs top_k from 1 to the 4 experts, got 5"),
     (lambda k: scatter(f(4, 6), SLOTS, kernels=k), "scatter needs x (5, 6), got (4, 6)"),
