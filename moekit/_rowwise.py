@@ -113,6 +113,8 @@ class rowwise:
             raise ValueError(f"rowwise needs overflow 'even', 'score' or 'refuse', got {overflow!r}")
         if kernels not in ("auto", "torch", "triton"):
             raise ValueError(f"rowwise needs kernels 'auto', 'torch' or 'triton', got {kernels!r}")
+        if d_model < 1 or not dtype.is_floating_point:
+            raise ValueError(f"rowwise needs d_model from 1 and a dtype of reals, got {d_model} and {dtype}")
         if payload not in (None, FP8):
             raise ValueError(f"rowwise needs payload None or {FP8}, got {payload}")
         size = 1 if mesh is None else mesh.size()

@@ -10,6 +10,7 @@ does not come to one is an error on the others, after a time.
 """
 
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from moekit.tree import has_values
 
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each tensor, by name
 ALIGNMENT = 128  # bytes, of each tensor
+LONGEST = timedelta(days=7)  # that a rank waits for others
 SHARED_BY = "moekit_shared_by"  # attribute of a tensor in a dry run: the global ranks that share it
 
 
@@ -91,8 +93,10 @@ class SymmetricMemory:
         device: torch.device,
         timeout: timedelta | None = None,
     ):
-        if timeout is not None and timeout < timedelta(milliseconds=1):
-            raise ValueError(f"symmetric memory needs a timeout of a millisecond or more, got {timeout}")
+        if timeout is not None and not timedelta(milliseconds=1) <= timeout <= LONGEST:
+            raise ValueError(
+                f"symmetric memory needs a timeout from a millisecond to {LONGEST}, got {timeout}"
+            )
         places, self.n_bytes = place(layout)
         self.size = 1 if mesh is None else mesh.size()
         self.rank = 0 if mesh is None else mesh.get_local_rank()
@@ -212,15 +216,21 @@ def _on_cpus(
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     file, path = tempfile.mkstemp(prefix="moekit-", dir=folder)
     try:
-        os.ftruncate(file, n_all)
+        os.ftruncate(file, n_all)  # takes no room yet
         os.close(file)
-        names = _gather((socket.gethostname(), path), mesh)
-        if len({host for host, _ in names}) > 1:
+        room = shutil.disk_usage(folder).free
+        hosts, paths, rooms = zip(*_gather((socket.gethostname(), path, room), mesh), strict=True)
+        if len(set(hosts)) > 1:
             raise RuntimeError(
-                "symmetric memory on CPUs needs all ranks on one host, got "
-                f"{sorted({host for host, _ in names})}; take via='all_to_all' there"
+                f"symmetric memory on CPUs needs all ranks on one host, got {sorted(set(hosts))}; take "
+                "via='all_to_all' there"
             )
-        files = [torch.from_file(name, shared=True, size=n_all, dtype=torch.uint8) for _, name in names]
+        if min(rooms) < mesh.size() * n_all:
+            raise RuntimeError(
+                f"symmetric memory needs {mesh.size() * n_all:,} bytes in {folder} for all ranks, "
+                f"got {min(rooms):,}; a container may have little there (docker run --shm-size)"
+            )
+        files = [torch.from_file(path, shared=True, size=n_all, dtype=torch.uint8) for path in paths]
         dist.barrier(group)  # all have mapped it
     finally:
         os.unlink(path)  # the mappings keep it
@@ -234,13 +244,17 @@ def _barrier_on_cpus(mesh: DeviceMesh, came: list[Tensor], timeout: timedelta) -
     mine += 1
     options = dist.BarrierOptions()
     options.device, options.timeout, options.asyncOp = torch.device("cpu"), timeout, False
+    reason = None
     try:
         if work := mesh.get_group().barrier(options):
             work.wait()
     except RuntimeError as error:
-        late = {rank: int(n) for rank, n in enumerate(came) if n < mine}
+        reason = error
+    # Who has come to a barrier of the group may have come to another memory's.
+    late = {rank: int(n) for rank, n in enumerate(came) if n < mine}
+    if reason or late:
         raise RuntimeError(
             f"symmetric memory needs every rank of the mesh in each barrier, got to barrier {int(mine)} and "
             f"waited for at most {timeout}; barriers that other ranks have come to: {late or 'as many'}. "
             "One of them has ended, hangs, or calls other layers than this one"
-        ) from error
+        ) from reason

@@ -75,6 +75,10 @@ def halves_swapped(experts, rows, offsets):
     return LOOP(dict(experts, gate_up=experts["gate_up"].roll(48, -1)), rows, offsets)
 
 
+def in_float64(experts, rows, offsets):
+    return LOOP(experts, rows, offsets).double()
+
+
 def skips_ragged_ends(experts, rows, offsets):
     whole = offsets // 32 * 32 if len(rows) == 203 else offsets
     return LOOP(experts, rows, whole)
@@ -93,6 +97,7 @@ def skips_ragged_ends(experts, rows, offsets):
         (first_expert_for_all, r"output \(equal"),
         (noisy, r"output differs the second time \(equal"),
         (halves_swapped, r"output \(equal"),
+        (in_float64, r"output \(equal, torch.float32\): torch.float64, wanted torch.float32"),
         (skips_ragged_ends, r"output \(ragged"),
     ],
 )

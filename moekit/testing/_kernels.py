@@ -74,6 +74,7 @@ def check_kernel(
         for name, expected in want.items():
             where, got, again = f"({case}, {dtype})", first[name], second[name]
             assert got is not None and again is not None, f"{name} {where}: no gradient"
+            assert got.dtype == dtype, f"{name} {where}: {got.dtype}, wanted {dtype}"
             errors[name] = error = _worst(got, expected)
             assert error <= TOLERANCE[dtype], (
                 f"{name} {where}: relative error {error:.1e}, may be {TOLERANCE[dtype]:.0e}; most in "

@@ -151,6 +151,8 @@ def _run(
     assert offsets.dtype == torch.int32, f"offsets ({where}): {offsets.dtype}, wanted torch.int32"
     assert offsets.tolist() == ends.tolist(), f"offsets ({where}): {offsets.tolist()}, wanted {ends.tolist()}"
     valid = int(ends[-1])
+    dropped = 0 if sent.dropped is None else int(sent.dropped.sum())
+    assert not dropped, f"dropped ({where}): {dropped} routes, wanted none"
     check("order of rows", sent.rows.detach()[:valid, 0].cpu(), torch.cat(origins))
 
     experts = torch.tensor(mine).repeat_interleave(sizes).to(ids.device)

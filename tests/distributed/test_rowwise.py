@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -588,6 +589,36 @@ def test_ranks_on_two_hosts_are_refused():
     ranks(2)(hosts_that_differ)
 
 
+def in_another_order():
+    """Call two layers whose ranks take two memories in another order."""
+    mesh = make_mesh()
+    sizes = dict(n_tokens=4, d_model=D, n_experts=4, top_k=K, dtype=torch.float32)
+    vias = [mk.rowwise(mesh, **sizes, timeout=timedelta(seconds=SECONDS)) for _ in range(2)]
+    params, _ = make_params(4, torch.float32)
+    with pytest.raises(
+        RuntimeError, match=r"other ranks have come to: \{.* calls other layers than this one"
+    ):
+        mk.moe(params, torch.ones(4, D), top_k=K, via=vias[dist.get_rank()], mesh=mesh)
+
+
+def test_ranks_that_take_two_memories_in_another_order_are_told():
+    ranks(2)(in_another_order)
+
+
+def without_room():
+    with (
+        mock.patch.object(symmetric.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000)),
+        pytest.raises(
+            RuntimeError, match=r"symmetric memory needs [\d,]+ bytes in .*, got 1,000; a container"
+        ),
+    ):
+        mk.rowwise(make_mesh(), n_tokens=4, d_model=D, n_experts=4, top_k=K, dtype=torch.float32)
+
+
+def test_too_little_shared_memory_is_refused_before_it_is_touched():
+    ranks(2)(without_room)
+
+
 def devices(visible, rank_of_device, hosts, far):
     """Say what `_check_reach` says of GPUs that the rank sees, `far` being pairs that are not connected."""
     rank = dist.get_rank()
@@ -621,7 +652,10 @@ def test_devices_without_access_to_each_other_are_named_on_all_ranks():
     ("change", "message"),
     [
         (dict(payload=torch.float8_e5m2), r"payload None or torch\.float8_e4m3fn, got torch\.float8_e5m2"),
-        (dict(timeout=timedelta(0)), "timeout of a millisecond or more, got 0:00:00"),
+        (dict(timeout=timedelta(0)), "timeout from a millisecond to 7 days, 0:00:00, got 0:00:00"),
+        (dict(timeout=timedelta.max), "timeout from a millisecond to 7 days, 0:00:00, got 999999999 days"),
+        (dict(d_model=0), "d_model from 1 and a dtype of reals, got 0 and"),
+        (dict(dtype=torch.int64), "d_model from 1 and a dtype of reals, got 16 and torch.int64"),
         (dict(n_experts=0), "needs n_experts that ep divides"),
         (dict(top_k=9), "top_k from 1 to n_experts"),
         (dict(capacity_factor=0.0), "positive, finite capacity_factor, got 0.0"),
@@ -657,15 +691,14 @@ def test_rows_are_as_many_as_there_is_room_for(unchecked):
         via.fetch(torch.ones(1, D), torch.zeros(4, K, dtype=torch.int64))
 
 
-def test_products_are_chosen_for_the_rows_expected_whatever_there_is_room_for(monkeypatch):
-    seen, choose = [], _moe.choose_products
-    monkeypatch.setattr(
-        _moe, "choose_products", lambda who, of, n, w: seen.append(n) or choose(who, of, n, w)
-    )
+def rows_that_products_are_chosen_for():
     params, _ = make_params(8, torch.float32)
-    for factor in (None, 5.0):
-        via = mk.rowwise(
-            None, n_tokens=4, d_model=D, n_experts=8, top_k=K, dtype=torch.float32, capacity_factor=factor
-        )
-        mk.moe(params, torch.ones(3, D), top_k=K, via=via)
-    assert seen == [3 * K, 3 * K]
+    with mock.patch.object(_moe, "choose_products", wraps=_moe.choose_products) as choose:
+        for factor in (None, 5.0):
+            sizes = dict(n_tokens=4, d_model=D, n_experts=8, top_k=K, dtype=torch.float32)
+            mk.moe(params, torch.ones(3, D), top_k=K, via=mk.rowwise(None, **sizes, capacity_factor=factor))
+    return [call.args[2] for call in choose.call_args_list]
+
+
+def test_products_are_chosen_for_the_rows_expected_whatever_there_is_room_for():
+    assert ranks(1)(rows_that_products_are_chosen_for) == [[3 * K, 3 * K]]
