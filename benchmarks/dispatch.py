@@ -10,11 +10,11 @@ into the next one's memory while the one before does the same to it, and only ro
 layer is forward and backward of :func:`moekit.moe`; its rate is that of its products.
 
 What is timed alone (``put``, ``get``, ``row map``) is replayed from a CUDA graph, without barriers; ``send``
-and ``fetch`` have theirs.
+and ``fetch`` have theirs. What cannot be set up, as a transport that is not installed, is listed with the
+reason.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
-from measure import COPY, Candidate, environment, graphed, measure, plot, say, table, write_json
+from measure import COPY, Candidate, describe, environment, graphed, measure, plot, say, table, write_json
 from torch import Tensor
 
 import moekit as mk
@@ -48,7 +48,7 @@ class Config:
         "all_to_all",
         "rowwise",
     )  # of the layer
-    calls: int = 10  # in a CUDA graph
+    calls: int = 10  # in a CUDA graph; with 1 there is none
     rounds: int = 3
     slot: float = 0.25  # seconds a candidate and round
     json: Path | None = None
@@ -72,7 +72,6 @@ def main(cfg: Config) -> None:
         ep, n_tokens=cfg.tokens, d_model=cfg.d_model, n_experts=cfg.n_experts, top_k=cfg.top_k, dtype=dtype,
         capacity_factor=cfg.capacity_factor, device=device,
     )  # fmt: skip
-    alone = partial(graphed, calls=cfg.calls) if device == "cuda" else lambda run: run
     calls = cfg.calls if device == "cuda" else 1
     routing = mk.route(params["router"].detach(), x, top_k=cfg.top_k)
     places = via.plan(routing).places
@@ -80,13 +79,21 @@ def main(cfg: Config) -> None:
     transports = {
         name: via if name == "rowwise" else name for name in cfg.transports if name != "local" or size == 1
     }
+    errors: dict[str, str] = {}
     candidates = {
-        **rows(via, routing, places, x, moved, alone, calls),
-        **maps(cfg, device, alone, calls),
-        **travel(transports, routing, x, ep, moved),
+        **rows(via, routing, places, x, moved, calls),
+        **maps(cfg, device, calls),
+        **travel(transports, routing, x, ep, moved, errors),
         **layers(cfg, transports, params, x, ep),
     }
-    results = measure(candidates, device=device, rounds=cfg.rounds, slot=cfg.slot)
+    for name, candidate in candidates.items():
+        if candidate.calls > 1:
+            try:
+                run = graphed(candidate.run, calls=candidate.calls)
+                candidates[name] = replace(candidate, run=run)
+            except Exception as e:
+                errors[name] = describe(e)
+    results = measure(candidates, device=device, errors=errors, rounds=cfg.rounds, slot=cfg.slot)
     if size > 1:  # the copy within a device is no ceiling of what leaves it
         results = [r for r in results if r.name != COPY]
         link = next(r for r in results if r.name == "copy to the next rank").bytes_per_second
@@ -129,15 +136,14 @@ def rows(
     places: Tensor,
     x: Tensor,
     moved: int,
-    alone: Callable[[Callable], Callable],
     calls: int,
 ) -> Candidates:
     """Return the parts of the transport that moves rows."""
     memory = via.memory
     there, back = memory.tensors["rows in"], memory.tensors["rows out"]
     found = {
-        "put": Candidate(run=alone(lambda: put(x, places, there)), bytes=moved, calls=calls),
-        "get": Candidate(run=alone(lambda: get_sum(back, places)), bytes=moved, calls=calls),
+        "put": Candidate(run=lambda: put(x, places, there), bytes=moved, calls=calls),
+        "get": Candidate(run=lambda: get_sum(back, places), bytes=moved, calls=calls),
         "send": Candidate(run=lambda: via.send(x, places), bytes=moved),
         "fetch": Candidate(run=lambda: via.fetch(via.outgoing(), places), bytes=moved),
         "counts and row map": Candidate(run=lambda: via.plan(routing)),
@@ -150,23 +156,29 @@ def rows(
     return found
 
 
-def travel(transports: dict[str, Any], routing: mk.Routing, x: Tensor, ep: Any, moved: int) -> Candidates:
+def travel(
+    transports: dict[str, Any], routing: mk.Routing, x: Tensor, ep: Any, moved: int, errors: dict[str, str]
+) -> Candidates:
     """Return the two functions under each transport, as one calls them: with counts, and copies if any."""
     found = {}
     for name, via in transports.items():
-        sent = mk.dispatch(x, routing, via=via, mesh=ep)
         run = partial(mk.dispatch, x, routing, via=via, mesh=ep)
         found[f"dispatch, {name}"] = Candidate(run=run, bytes=moved)
+        try:
+            sent = run()
+        except Exception as e:
+            errors[f"combine, {name}"] = describe(e)
+            continue
         found[f"combine, {name}"] = Candidate(run=partial(mk.combine, sent.rows, sent), bytes=moved)
     return found
 
 
-def maps(cfg: Config, device: str, alone: Callable[[Callable], Callable], calls: int) -> Candidates:
+def maps(cfg: Config, device: str, calls: int) -> Candidates:
     """Return the row map of one rank of many, from counts that are there."""
     ids = torch.rand(cfg.tokens, cfg.map_experts, device=device).topk(cfg.top_k).indices
     mine = torch.bincount(ids.flatten(), minlength=cfg.map_experts)
     run = partial(row_map, ids, mine.repeat(cfg.map_ranks, 1), rank=0, capacity=ids.numel())
-    return {f"row map, E = {cfg.map_experts}, {cfg.map_ranks} ranks": Candidate(run=alone(run), calls=calls)}
+    return {f"row map, E = {cfg.map_experts}, {cfg.map_ranks} ranks": Candidate(run=run, calls=calls)}
 
 
 def layers(cfg: Config, transports: dict[str, Any], params: dict[str, Any], x: Tensor, ep: Any) -> Candidates:

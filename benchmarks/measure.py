@@ -340,6 +340,28 @@ def sizes(text: str) -> tuple[int, int, int]:
     return tokens, d_model, n_experts
 
 
+def run_cases(
+    cfg: Any, run_shape: Callable[[Any, str], dict[str, Any]], *, rate: str, packages: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Measure a config's shapes and return the record, written after each; one that raises ends no other."""
+    versions = environment(cfg.device, packages)
+    record: dict[str, Any] = dict(environment=versions, config=asdict(cfg), cases=[])
+    say("  ".join(f"{name} {value}" for name, value in versions.items()))
+    for text in cfg.shapes:
+        case: dict[str, Any]
+        try:
+            case = run_shape(cfg, text)
+        except Exception as e:  # what its candidates share cannot be made: out of memory, as a rule
+            case = dict(title=text, results=[Result(name=text, error=describe(e))])
+        print(f"\n{text}\n{table(case['results'])}\n", flush=True)
+        record["cases"].append(case)
+        write_json(cfg.json, record)
+        torch.compiler.reset()  # or it keeps what was compiled, and meets its limit of recompilations
+        free(cfg.device)
+    plot(cfg.plot, {case["title"]: case["results"] for case in record["cases"]}, rate=rate)
+    return record
+
+
 def table(results: Sequence[Result]) -> str:
     """Return one line a result, with a column for each number that some result has."""
     columns: list[tuple[str, Callable[[Result], float | None], str]] = [

@@ -11,30 +11,17 @@ On CUDA each is timed in a graph of several calls, so that the host's launches d
 training, where another kernel has just written them: their share may pass 1, or be small where a call takes
 few microseconds.
 
-Expect passes over rows near 0.95 on an H200, where the weighted sum of a token's rows was first measured.
+What an H200 gave is in docs/results/moe_kernels.json.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import tyro
-from measure import (
-    Candidate,
-    Result,
-    describe,
-    environment,
-    free,
-    graphed,
-    measure,
-    plot,
-    say,
-    sizes,
-    table,
-    write_json,
-)
+from measure import Candidate, describe, graphed, measure, run_cases, say, sizes
 
 from moekit.kernels.permute import count_experts, expert_slots, gather_sum, gather_sum_backward, scatter
 from moekit.kernels.router import choose
@@ -149,20 +136,9 @@ def run_shape(cfg: Config, text: str) -> dict[str, Any]:
 
 def main(cfg: Config) -> dict[str, Any]:
     """Measure all shapes, and write and return the record."""
-    versions = environment(cfg.device)
-    record: dict[str, Any] = dict(environment=versions, config=asdict(cfg), cases=[])
-    say("  ".join(f"{name} {value}" for name, value in versions.items()))
     for text in cfg.shapes:
         sizes(text)
-    for text in cfg.shapes:
-        case = run_shape(cfg, text)
-        print(f"\n{text}\n{table(case['results'])}\n", flush=True)
-        record["cases"].append(case)
-        write_json(cfg.json, record)
-        free(cfg.device)
-    cases: dict[str, list[Result]] = {case["title"]: case["results"] for case in record["cases"]}
-    plot(cfg.plot, cases, rate="bytes")
-    return record
+    return run_cases(cfg, run_shape, rate="bytes")
 
 
 if __name__ == "__main__":

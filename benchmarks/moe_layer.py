@@ -17,12 +17,11 @@ Before anything is timed, the outputs and gradients are compared with moekit's o
 check against a loop; whoever differs is not timed. Peers that are not installed, run out of memory or fail
 are listed with the reason; unknown names and shapes are refused at the start.
 
-Expect on an H200, as shares of the dense ceiling: torchtitan's layer at 0.54 to 0.73, compiled at 0.67 to
-0.84; transformers' at 0.45 to 0.64. Meant to take four minutes; the JSON is written after each shape.
+Meant to take four minutes; the JSON is written after each shape. What was measured so far is in docs/LOG.md.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -30,22 +29,9 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import peers
 import torch
-import torch.nn.functional as F
 import tyro
-from measure import (
-    Candidate,
-    Result,
-    describe,
-    environment,
-    free,
-    measure,
-    plot,
-    refuse_unknown,
-    say,
-    sizes,
-    table,
-    write_json,
-)
+from measure import Candidate, describe, free, measure, refuse_unknown, run_cases, say, sizes
+from stock import experts
 from torch import Tensor
 
 import moekit as mk
@@ -150,21 +136,7 @@ def fit_bias(logits: Tensor, sizes: np.ndarray, top_k: int) -> Tensor:
 def stock(weights: dict[str, Tensor], top_k: int) -> peers.Layer:
     """Return the layer as one writes it in PyTorch: argsort, index, two grouped products, index_add."""
     router, gate_up, down = (weights[name] for name in ("router", "gate_up", "down"))
-    n_experts = router.shape[1]
-
-    def layer(x: Tensor) -> Tensor:
-        scores, ids = (x @ router).float().softmax(-1).topk(top_k)
-        scores = scores / scores.sum(-1, keepdim=True)
-        order = ids.flatten().argsort(stable=True)
-        token = order // top_k
-        counts = torch.histc(ids.flatten().float(), bins=n_experts, min=0, max=n_experts - 1)
-        offsets = counts.cumsum(0).int()
-        gate, up = F.grouped_mm(x[token], gate_up, offs=offsets).chunk(2, -1)
-        rows = F.grouped_mm(F.silu(gate) * up, down, offs=offsets)
-        rows = rows * scores.flatten()[order, None].to(rows.dtype)
-        return torch.zeros_like(x).index_add(0, token, rows)
-
-    return layer, list(weights.values())
+    return lambda x: experts(x, (x @ router).float(), gate_up, down, top_k), list(weights.values())
 
 
 def moekit(weights: dict[str, Tensor], top_k: int, *, kernels: Any) -> peers.Layer:
@@ -271,12 +243,13 @@ def run_shape(cfg: Config, text: str) -> dict[str, Any]:
             free(cfg.device)
         say(f"  {name}: {checks.get(name) or errors[name]}")
     results = measure(candidates, device=cfg.device, errors=errors, rounds=cfg.rounds, slot=cfg.slot)
-    say(f"{text}: measured")
+    auto = str(choose_products("auto", "auto", t * cfg.top_k, weights["gate_up"]))
+    say(f"{text}: measured, forward + backward; auto: {auto}")
     return dict(
         title=text,
         **shape._asdict(),
         rows_max_over_mean=skew,
-        auto=str(choose_products("auto", "auto", t * cfg.top_k, weights["gate_up"])),
+        auto=auto,
         checks=checks,
         results=results,
     )
@@ -289,23 +262,7 @@ def main(cfg: Config) -> dict[str, Any]:
     refuse_unknown("candidate", cfg.candidates, known)
     for text in cfg.shapes:
         parse(text)
-    versions = environment(cfg.device, peers.PACKAGES)
-    record: dict[str, Any] = dict(environment=versions, config=asdict(cfg), cases=[])
-    say("  ".join(f"{name} {value}" for name, value in versions.items()))
-    for text in cfg.shapes:
-        case: dict[str, Any]
-        try:
-            case = run_shape(cfg, text)
-        except Exception as e:  # nothing to compare with: out of memory, as a rule
-            case = dict(title=text, auto=None, results=[Result(name=text, error=describe(e))])
-        print(f"\n{text}, forward + backward; auto: {case['auto']}\n{table(case['results'])}\n", flush=True)
-        record["cases"].append(case)
-        write_json(cfg.json, record)
-        torch.compiler.reset()  # or it keeps the layers, and meets its limit of recompilations
-        free(cfg.device)
-    cases: dict[str, list[Result]] = {case["title"]: case["results"] for case in record["cases"]}
-    plot(cfg.plot, cases, rate="flops")
-    return record
+    return run_cases(cfg, run_shape, rate="flops", packages=peers.PACKAGES)
 
 
 if __name__ == "__main__":

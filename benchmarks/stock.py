@@ -55,12 +55,11 @@ def ffn(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return swiglu(x @ gate_up) @ down
 
 
-def experts(x: Tensor, noise: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, top_k: int) -> Tensor:
-    """Rows sorted by expert, two grouped GEMMs, rows added back; ``noise`` (t, E) routes at random."""
-    logits = (x @ router.to(x.dtype)).float()
-    weights, ids = (logits * 0 + noise).softmax(-1).topk(top_k, -1)
+def experts(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor, top_k: int) -> Tensor:
+    """Rows sorted by expert, two grouped GEMMs, rows added back; ``logits`` (t, E) in float32."""
+    weights, ids = logits.softmax(-1).topk(top_k, -1)
     weights = weights / weights.sum(-1, keepdim=True)
-    n_experts = router.shape[1]
+    n_experts = logits.shape[1]
     order = ids.reshape(-1).argsort(stable=True)
     token = order // top_k
     counts = torch.histc(ids.reshape(-1).float(), bins=n_experts, min=0, max=n_experts - 1)
@@ -78,13 +77,16 @@ def block(
     table: tuple[Tensor, Tensor],
     peer: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """One layer, post-norm; with ``noise`` one of experts, which ``peer`` may stand for."""
+    """One layer, post-norm; with ``noise``, which routes, one of experts, which ``peer`` may stand for."""
     x = x + rms(attention(x, p, config, table))
     if noise is None:
         return x + rms(ffn(x, p["ffn.gate_up"], p["ffn.down"]))
     flat = x.reshape(-1, x.shape[-1])
-    weights = (p["moe.router"], p["moe.experts.gate_up"], p["moe.experts.down"])
-    routed = experts(flat, noise, *weights, config.top_k) if peer is None else peer(flat)
+    if peer is None:
+        logits = (flat @ p["moe.router"].to(flat.dtype)).float() * 0 + noise
+        routed = experts(flat, logits, p["moe.experts.gate_up"], p["moe.experts.down"], config.top_k)
+    else:
+        routed = peer(flat)
     shared = ffn(flat, p["moe.shared.gate_up"], p["moe.shared.down"])
     return x + rms((routed + shared).view(x.shape))
 

@@ -501,10 +501,7 @@ def test_ranks_that_are_late_change_no_bit(payload, n_runs):
     ],
 )
 def test_a_barrier_left_out_is_seen(fault):
-    try:
-        assert not all(ranks(4)(hurried, fault, 20))
-    except RuntimeError as error:  # counts that do not fit the rows end in an index error
-        assert "out of" in str(error) or "index" in str(error), error
+    assert not all(ranks(4)(hurried, fault, 20))
 
 
 # --- Buffers --------------------------------------------------------------------------
@@ -524,7 +521,7 @@ def buffers_come_and_go():
         y = mk.moe(params, x, top_k=K, via=via, kernels="loop", mesh=mesh)[0]
         torch.autograd.grad(y.sum(), leaves)
     assert len(mapped()) == here == mesh.size()
-    assert not list(Path("/dev/shm").glob("moekit-*"))
+    assert all(line.endswith(" (deleted)") for line in mapped())  # no file stays in /dev/shm
     del via, y
     gc.collect()
     return len(mapped())

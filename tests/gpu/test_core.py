@@ -72,27 +72,6 @@ def test_the_cuda_device_gives_the_cpus_loss_and_gradients_in_float32():
         torch.testing.assert_close(g.cpu() / scale, want_grads[key] / scale, rtol=0, atol=1e-4)
 
 
-def test_a_training_step_does_not_wait_for_the_device():
-    params, batch = make(torch.bfloat16)
-    loss_fn = functools.partial(mk.next_token_loss, config=CONFIG, block=mk.remat(mk.model.transformer_block))
-    grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), 2)
-    schedule = mk.optim.warmup_cosine(1e-3, warmup_steps=2, total_steps=10)
-    optimizer = mk.shard_optimizer(mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(schedule)))
-    state = optimizer.init(params)
-    biases = torch.zeros(CONFIG.n_moe_layers, CONFIG.n_experts, device="cuda")
-    keys = [mk.random.make_key(i, "cuda") for i in range(3)]
-    losses = []
-    for key in keys:
-        (loss, stats), grads = grad_fn(params, batch, key=key, assignment="random")
-        optimizer.update(grads, state, params)
-        biases = mk.balance.next_bias(biases, stats["counts"])
-        losses.append(loss)
-        torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
-    assert losses[2] < losses[0]
-    assert state["inner", "1", "step"] == 3
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_one_rank_nccl_mesh_gives_the_gradients_of_no_mesh(dtype, tmp_path):
     params, batch = make(dtype)

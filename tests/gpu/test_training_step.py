@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch._dynamo
 from tensordict import TensorDict
+from waits import no_sync
 
 import moekit as mk
 from moekit import corpora, data
@@ -44,7 +45,7 @@ def make_batch(seed):
 
 
 class Step:
-    """Two micro-batches, the norm and an update, from fixed tensors: a batch and a key."""
+    """Two micro-batches, the norm, an update and the next biases, from fixed tensors: a batch and a key."""
 
     def __init__(self, block=mk.model.transformer_block, *, config=CONFIG, via=None, **options):
         via = None if via is None else via()
@@ -64,11 +65,13 @@ class Step:
         )
         self.grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), 2, straight=mk.model.is_expert)
         self.sums: TensorDict | None = None
+        self.biases = torch.zeros(config.n_moe_layers, config.n_experts, device="cuda")
         self.loss = torch.zeros((), device="cuda")
 
     def __call__(self):
-        (loss, _), self.sums = self.grad_fn(self.params, self.batch, into=self.sums)
+        (loss, stats), self.sums = self.grad_fn(self.params, self.batch, into=self.sums)
         self.optimizer.update(self.sums, self.state, self.params)
+        self.biases.copy_(mk.balance.next_bias(self.biases, stats["counts"]))
         self.loss.copy_(loss)
 
     def feed(self, seed):
@@ -92,13 +95,14 @@ EACH = pytest.mark.parametrize(
 
 
 @EACH
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "wrap", [lambda block: block, torch.compile, mk.remat], ids=["eager", "compiled", "remat"]
+)
 def test_nothing_is_compiled_after_the_second_step_and_nothing_waits_for_the_device(
-    compiled, options, monkeypatch
+    wrap, options, monkeypatch
 ):
     torch._dynamo.reset()
-    block = mk.model.transformer_block
-    step = Step(torch.compile(block) if compiled else block, **options)
+    step = Step(wrap(mk.model.transformer_block), **options)
     for seed in range(2):
         step.feed(seed)
         step()
@@ -110,15 +114,11 @@ def test_nothing_is_compiled_after_the_second_step_and_nothing_waits_for_the_dev
     batches = [make_batch(seed) for seed in range(2, 5)]
     keys = [mk.random.make_key(seed, "cuda") for seed in range(2, 5)]
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            for batch, key in zip(batches, keys, strict=True):
-                step.batch.tokens.copy_(batch.tokens)
-                step.key.copy_(key)
-                step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_sync(), torch._dynamo.config.patch(error_on_recompile=True):
+        for batch, key in zip(batches, keys, strict=True):
+            step.batch.tokens.copy_(batch.tokens)
+            step.key.copy_(key)
+            step()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
     assert step.loss.isfinite()
 
