@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from moekit._rowwise import refuse_second_derivatives, rowwise
+from moekit._rowwise import rowwise
 from moekit.kernels import Products, aligned, choose_products, forget_saved
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad, torch_mm
 from moekit.kernels.permute import OneRank
@@ -182,6 +183,7 @@ class _Experts(torch.autograd.Function):
         return out if exchange is None else exchange.fetch(out, places, base=base)[0]
 
     @staticmethod
+    @once_differentiable  # what it keeps of the forward has no graph
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, by_row, gate_up, down, offsets, places, gated = ctx.saved_tensors
         may_overwrite, exchange = forget_saved(ctx), ctx.exchange
@@ -192,8 +194,6 @@ class _Experts(torch.autograd.Function):
         needs_gate_up = needs_gate_up and (into_gate_up is None or _is_asked_for(ctx, at))
         needs_down = needs_down and (into_down is None or _is_asked_for(ctx, at + 1))
         together = isinstance(exchange, rowwise)  # ranks send and fetch alike, whatever each of them needs
-        if together:
-            refuse_second_derivatives()
         grad_base = grad if ctx.needs_input_grad[6] else None
         grad = grad.contiguous() if exchange is None else exchange.send(grad, places)[0]
         grad_hidden = grouped_mm(grad, down.mT, offsets, kernels=input_grad)

@@ -141,7 +141,8 @@ def route(
         expert_ids = _draw(assignment, key, token_ids, len(x), n_experts, top_k)
     elif n_groups > top_groups:
         scores = logits.detach().softmax(-1) if score == "softmax" else logits.detach().sigmoid()
-        expert_ids = _best_of_groups(scores if bias is None else scores + bias, top_k, n_groups, top_groups)
+        biased = scores if bias is None else scores + bias.to(scores.dtype)
+        expert_ids = _best_of_groups(biased, top_k, n_groups, top_groups)
     scores, expert_ids, weights = choose(
         logits,
         top_k=top_k,

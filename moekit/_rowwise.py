@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from moekit._route import Routing
@@ -332,14 +333,6 @@ def layout(
     }
 
 
-def refuse_second_derivatives() -> None:
-    """Raise in a backward that is to be differentiated: what other ranks write has no graph."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "rowwise gives first derivatives alone, got create_graph=True; take via='all_to_all' for more"
-        )
-
-
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, places, offsets, transport):
@@ -348,8 +341,8 @@ class _Dispatch(torch.autograd.Function):
         return transport.send(x, places, ends=offsets)[0].clone()
 
     @staticmethod
+    @once_differentiable  # what other ranks write has no graph
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        refuse_second_derivatives()
         (places,) = ctx.saved_tensors
         return ctx.transport.fetch(grad, places)[0], None, None, None
 
@@ -362,8 +355,8 @@ class _Combine(torch.autograd.Function):
         return transport.fetch(rows, places, weights=weights)[0]
 
     @staticmethod
+    @once_differentiable  # what other ranks write has no graph
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        refuse_second_derivatives()
         rows, weights, places = ctx.saved_tensors
         grad, by_row = ctx.transport.send(grad, places, weights)
         slots = torch.arange(len(rows), device=rows.device)[:, None]

@@ -240,3 +240,14 @@ def test_swiglu_gates_the_second_half_with_the_first():
 def test_bad_input_is_refused(unchecked, changes, message):
     with refuses(message):
         mk.expert_forward(**dict(experts=experts(2), rows=draw(5, D), offsets=ends(2, 3)) | changes)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "loop", "triton"])
+def test_second_derivatives_are_refused_where_gradients_go_straight_into_buffers(kernels):
+    experts = {"gate_up": draw(2, 8, 16).float().requires_grad_(), "down": draw(2, 8, 8).float()}
+    rows = draw(6, 8, seed=1).float().requires_grad_()
+    into = {"gate_up": torch.zeros(2, 8, 16)}
+    out = mk.expert_forward(experts, rows, torch.tensor([2, 6]).int(), kernels=kernels, grad_into=into)
+    (grad,) = torch.autograd.grad(out.square().sum(), rows, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()

@@ -52,7 +52,7 @@ class _Logits(torch.autograd.Function):
 
 
 def _split(x: Tensor, n: int) -> list[Tensor]:
-    """Return n bfloat16 tensors, each 8 more bits of ``x``, whose sum is ``x`` for n = 3; ``x`` if it is one."""
+    """Return n bfloat16 tensors, each 8 more bits of ``x``: of float32, three are all."""
     high = x.bfloat16()
     if n == 1 or x.dtype == torch.bfloat16:
         return [high]
@@ -91,7 +91,7 @@ def choose(
     """Return scores, expert ids and weights as :func:`moekit.route` describes them.
 
     Pure, differentiable in ``logits`` through scores and weights. The experts with the best biased scores are
-    chosen, the lower id where two are equal, unless ``expert_ids`` says which.
+    chosen, NaN first and the lower id where two are equal, unless ``expert_ids`` says which.
     """
     t, n_experts = logits.shape
     if not 1 <= top_k <= n_experts:
@@ -101,7 +101,7 @@ def choose(
         return _Choose.apply(logits, bias, expert_ids, top_k, score, normalize, scale)
     scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
     if expert_ids is None:
-        biased = scores.detach() if bias is None else scores.detach() + bias
+        biased = scores.detach() if bias is None else scores.detach() + bias.to(scores.dtype)
         expert_ids = best(biased, top_k)
     weights = scores.gather(-1, expert_ids)
     if normalize == "l1":
@@ -227,7 +227,10 @@ def _choose(
     biased = value
     if bias is not None:
         biased += tl.load(bias + expert, mask=expert < n_experts, other=0.0)[None, :]
-    biased = tl.where(real, tl.maximum(biased, -3e38), float("-inf"))  # above what is taken already
+    biased = tl.where(
+        biased != biased, float("inf"), tl.maximum(biased, -3e38)
+    )  # NaN is the largest, as in torch
+    biased = tl.where(real, biased, float("-inf"))  # as what is taken already
     choice = tl.arange(0, K)[None, :]
     chosen, best_ids = tl.zeros((TOKENS, K), tl.float32), tl.zeros((TOKENS, K), tl.int64)
     for j in tl.static_range(k):
@@ -241,7 +244,7 @@ def _choose(
         chosen = tl.where(choice == j, weight[:, None], chosen)
         best_ids = tl.where(choice == j, best[:, None].to(tl.int64), best_ids)
     if L1:
-        chosen /= tl.maximum(tl.sum(chosen, 1), 1.1754944e-38)[:, None]
+        chosen /= tl.maximum(tl.sum(chosen, 1), 1.1754944e-38, tl.PropagateNan.ALL)[:, None]
     at = token[:, None] * k + choice
     within = (token < t)[:, None] & (choice < k)
     tl.store(weights + at, chosen * scale, mask=within)

@@ -54,6 +54,25 @@ def test_experts_of_a_token_differ_and_exist_also_where_logits_are_no_numbers():
     assert len(set(ids[2].tolist())) == 4
 
 
+@pytest.mark.parametrize("normalize", ["none", "l1"])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_an_expert_whose_score_is_no_number_is_chosen_first_and_seen(score, normalize):
+    logits = torch.tensor([[1.0, torch.nan, 3.0, 2.0], [0.0, 4.0, 1.0, 2.0]])
+    options = dict(top_k=2, score=score, normalize=normalize, scale=1.0)
+    (_, ids, weights), (_, want_ids, want) = (
+        choose(logits, **options, kernels=k) for k in ("triton", "torch")
+    )
+    assert torch.equal(ids, want_ids) and want[0].isnan().any()
+    torch.testing.assert_close(weights, want, equal_nan=True)
+
+
+def test_a_bias_of_float64_chooses_as_one_of_float32():
+    bias = torch.tensor([0.0, 1e-9, 2e-9, 3e-9], dtype=torch.float64)
+    options = dict(top_k=2, score="sigmoid", normalize="l1", scale=1.0, bias=bias)
+    for kernels in ("torch", "triton"):
+        assert choose(torch.zeros(1, 4), **options, kernels=kernels)[1].tolist() == [[0, 1]]
+
+
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 5e-6), (torch.bfloat16, 3e-3)])
 def test_logits_of_bfloat16_tokens_are_those_of_float32_products(dtype, tol, monkeypatch):
     monkeypatch.setattr(_backend, "on_cuda", lambda x: True)  # the path of the tensor cores
