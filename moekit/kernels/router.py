@@ -37,27 +37,26 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, router):
         ctx.save_for_backward(x, router)
-        parts = _split(router, 1 if router.dtype == torch.bfloat16 else 3)
+        parts = _split(router, 3)
         logits = torch.ops.moekit.mm_float32(x, torch.cat(parts, 1))
-        return torch.stack(logits.chunk(len(parts), 1)).sum(0)
+        return logits.unflatten(1, (len(parts), -1)).sum(1)
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, router = ctx.saved_tensors
         high, low = _split(grad, 2)
-        w_high, w_low = _split(router, 2)
-        grad_x = torch.cat([high, low, high], 1) @ torch.cat([w_high, w_high, w_low], 1).mT
+        w_high, *w_low = _split(router, 2)
+        grad_x = torch.cat([high, low, *[high] * len(w_low)], 1) @ torch.cat([w_high, w_high, *w_low], 1).mT
         by_high, by_low = torch.ops.moekit.mm_float32(x.mT, torch.cat([high, low], 1)).chunk(2, 1)
         return grad_x, (by_high + by_low).to(router.dtype)
 
 
 def _split(x: Tensor, n: int) -> list[Tensor]:
-    """Return n bfloat16 tensors, each 8 more bits of ``x``, whose sum is ``x`` for n = 3."""
-    parts = []
-    for _ in range(n):
-        parts.append(x.bfloat16())
-        x = x - parts[-1]
-    return parts
+    """Return n bfloat16 tensors, each 8 more bits of ``x``, whose sum is it for n = 3; one alone of one."""
+    high = x.bfloat16()
+    if n == 1 or x.dtype == torch.bfloat16:
+        return [high]
+    return [high, *_split(x - high, n - 1)]
 
 
 @operator("moekit::mm_float32")
