@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from moekit._rowwise import rowwise
 from moekit.kernels import Products, aligned, choose_products, forget_saved
-from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad, torch_mm
+from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 from moekit.kernels.permute import OneRank
 from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from moekit.mesh import local
@@ -75,11 +75,9 @@ def expert_forward(
     if products.elementwise == "triton" or grad_into is not None or traced:
         into, gate_up, down = _buffers(grad_into, experts, gate_up, down)
         return _Experts.apply(rows, None, gate_up, down, offsets, None, None, products, into, None)
-    if products.forward == "loop":
-        hidden = swiglu(grouped_mm(rows, gate_up, offsets, kernels="loop"))
-        return grouped_mm(hidden, down, offsets, kernels="loop")
-    hidden = swiglu(torch_mm(aligned(rows.contiguous()), gate_up, offsets))
-    return _ContiguousGrad.apply(torch_mm(hidden, down, offsets))
+    hidden = swiglu(grouped_mm(rows, gate_up, offsets, kernels=products.forward))
+    out = grouped_mm(hidden, down, offsets, kernels=products.forward)
+    return out if products.forward == "loop" else _ContiguousGrad.apply(out)
 
 
 def experts_over_tokens(
@@ -126,11 +124,11 @@ def _weights(experts: Mapping[str, Tensor], rows: Tensor, offsets: Tensor) -> tu
 
 
 def _strided(weights: Float[Tensor, "E k n"]) -> Float[Tensor, "E k n"]:
-    """Return the weights with a contiguous last dim, or last but one, and aligned, as kernels read them."""
+    """Return the weights as kernels read them: each matrix dense, 16 bytes or a multiple between two."""
     _, k, n = weights.shape
     step, *strides = weights.stride()
     dense = tuple(strides) in ((n, 1), (1, k)) and step * weights.element_size() % 16 == 0
-    return aligned(weights if dense else weights.contiguous())
+    return weights if dense else weights.contiguous()
 
 
 def _buffers(
@@ -229,7 +227,7 @@ def _is_asked_for(ctx: Any, i: int) -> bool:
 
 
 class _ContiguousGrad(torch.autograd.Function):
-    """The identity; ``grouped_mm`` refuses the expanded gradient of a plain sum."""
+    """The identity; torch's ``grouped_mm`` refuses the expanded gradient of a plain sum."""
 
     @staticmethod
     def forward(ctx, x):

@@ -98,7 +98,7 @@ def route(
     token_ids : Int[Tensor, " t"], optional
         Index of each token in the global batch; by default its place in ``x``.
     kernels : {"auto", "torch", "triton"}
-        ``"triton"`` makes scores, choice and weights in one pass; ``"auto"`` does on CUDA.
+        ``"triton"`` makes scores, choice and weights in one pass, and counts; ``"auto"`` does on CUDA.
 
     Returns
     -------
@@ -156,7 +156,7 @@ def route(
     return Routing(
         weights=weights,
         expert_ids=expert_ids,
-        counts=count_experts(expert_ids, n_experts),
+        counts=count_experts(expert_ids, n_experts, kernels=kernels),
         logits=logits,
         scores=scores,
     )

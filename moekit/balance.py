@@ -98,7 +98,7 @@ def load_balancing_loss(
         routes = counts.sum(-1, keepdim=True).clamp_min(1)
         f = (counts.to(p.dtype) / routes)[of]
     else:
-        counts = count_experts(routing.expert_ids, n_experts, mask)
+        counts = expert_counts(routing, mask=mask)
         if population != "rank" and mesh is not None:
             counts = fc.all_reduce(counts, "sum", data_mesh(mesh))
         if population == "batch":
@@ -183,7 +183,9 @@ def next_bias(
 
 def expert_counts(routing: Routing, *, mask: Bool[Tensor, " t"] | None = None) -> Int[Tensor, " E"]:
     """Count this call's rows per expert, without padding where ``mask`` is given."""
-    return routing.counts if mask is None else count_experts(routing.expert_ids, routing.n_experts, mask)
+    if mask is None:
+        return routing.counts
+    return count_experts(routing.expert_ids, routing.n_experts, mask, kernels="torch")
 
 
 def _at_least_one(n: int | Tensor) -> int | Tensor:

@@ -11,7 +11,7 @@ from moekit.kernels._backend import check_shapes, jit, operator, tl, use_triton
 _BLOCK = 4096
 
 
-def add_(total: Float[Tensor, "*n"], x: Float[Tensor, "*n"], *, first: bool, kernels: str = "auto"):
+def add_(total: Float[Tensor, "*n"], x: Float[Tensor, "*n"], *, first: bool, kernels: str = "auto") -> None:
     """Set ``total`` to ``x`` where it is the first, else add it. Not differentiable.
 
     Torch's kernels for two dtypes reach 40 % of a device's bandwidth; the Triton kernel walks memory.
@@ -33,7 +33,7 @@ def add_product_(
     *,
     first: bool,
     kernels: str = "auto",
-):
+) -> None:
     """Set ``total`` to ``a @ b`` where it is the first, else add it. Not differentiable.
 
     On CUDA the GEMM itself accumulates: no product is made apart.

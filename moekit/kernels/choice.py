@@ -21,8 +21,9 @@ class Products(NamedTuple):
 
 
 def choose_products(who: str, kernels: str, n_rows: int, gate_up: Tensor) -> Products:
-    """Return which implementation an expert layer's operations use, given its rows and gate_up (e, d, 2h).
+    """Return which implementation an expert layer's operations use, given gate_up (e, d, 2h).
 
+    ``n_rows`` is how many rows this rank may expect, tokens times top_k, not how many it has room for.
     ``"torch"`` is ``torch.nn.functional.grouped_mm`` and plain torch around it; ``"triton"`` this package's
     kernels throughout; ``"quack"`` the GEMMs of quack-kernels, for bfloat16 on Hopper and later, and Triton
     around them; ``"loop"`` the loop over experts that defines the result. ``"auto"`` is ``"torch"`` on CPUs

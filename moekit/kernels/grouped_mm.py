@@ -38,7 +38,10 @@ def grouped_mm(
     out: Float[Tensor, "r N"] | None = None,
     kernels: str = "torch",
 ) -> Float[Tensor, "r N"]:
-    """Multiply the rows of each group by its matrix. Not differentiable.
+    """Multiply the rows of each group by its matrix.
+
+    Differentiable, any number of times, for ``"loop"`` and ``"torch"`` without ``out``; torch's takes a
+    contiguous gradient alone.
 
     Parameters
     ----------
@@ -56,9 +59,8 @@ def grouped_mm(
         parts = [group @ w for group, w in zip(_groups(rows, offsets), weights, strict=True)]
         parts.append(rows.new_zeros(len(rows) - sum(map(len, parts)), weights.shape[-1]))
         return torch.cat(parts, out=out)
-    rows, weights = aligned(rows.contiguous()), aligned(weights)
     if kernels == "torch":
-        product = torch_mm(rows, weights, offsets)
+        product = _torch_mm(rows.contiguous(), weights, offsets)
         return product if out is None else out.copy_(product)
     if kernels == "triton":
         use_triton("grouped_mm", kernels, rows, multiplies=True)  # or an error
@@ -90,16 +92,8 @@ def grouped_weight_grad(
         As for :func:`grouped_mm`. Triton's and quack's add before they round; the others add the rounded
         product.
     """
-    r, k, n = len(rows), rows.shape[-1], grad.shape[-1]
-    check_shapes(
-        "grouped_weight_grad",
-        rows=(rows, (r, k)),
-        grad=(grad, (r, n)),
-        offsets=(offsets, (len(offsets),)),
-        into=(into, (len(offsets), k, n)),
-    )
-    if kernels != "loop":
-        rows, grad = aligned(rows.contiguous()), aligned(grad.contiguous())
+    (r, k), n = rows.shape, grad.shape[-1]
+    check_shapes("grouped_weight_grad", grad=(grad, (r, n)), into=(into, (len(offsets), k, n)))
     if kernels == "triton" and use_triton("grouped_weight_grad", kernels, rows, multiplies=True):
         if into is not None:
             return torch.ops.moekit.grouped_weight_grad_into(rows, grad, offsets, into)
@@ -112,18 +106,18 @@ def grouped_weight_grad(
         pairs = zip(_groups(rows, offsets), _groups(grad, offsets), strict=True)
         product = torch.stack([x.T @ y for x, y in pairs])
     else:
-        product = torch_mm(rows.T, grad, offsets)
+        product = _torch_mm(rows.contiguous().T, grad.contiguous(), offsets)
     if into is None:
         return product
     into.add_(product)
 
 
-def torch_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+def _torch_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """Return ``torch.nn.functional.grouped_mm``, whose fake form knows bfloat16 alone."""
     offsets = offsets.contiguous()  # it does not look at strides
     if torch.compiler.is_compiling() and a.dtype != torch.bfloat16:
         return torch.ops.moekit.torch_mm(a, b, offsets)
-    return F.grouped_mm(a, b, offs=offsets)
+    return F.grouped_mm(aligned(a), aligned(b), offs=offsets)
 
 
 def _groups(rows: Tensor, offsets: Tensor) -> list[Tensor]:
@@ -173,7 +167,6 @@ def _nothing(rows, weights, offsets, out):
 def _launch(rows: Tensor, weights: Tensor, offsets: Tensor, out: Tensor) -> None:
     if not out.is_contiguous():
         raise ValueError(f"grouped_mm needs a contiguous out, got strides {out.stride()}")
-    rows, offsets = rows.contiguous(), offsets.contiguous()
     e, k, n = weights.shape
     transposed = weights.stride(-1) != 1
     if transposed:
@@ -181,7 +174,7 @@ def _launch(rows: Tensor, weights: Tensor, offsets: Tensor, out: Tensor) -> None
     weights = weights.contiguous()
     if not out.numel():
         return
-    target, rows, weights = aligned(out), aligned(rows), aligned(weights)
+    target, rows, weights = aligned(out), aligned(rows.contiguous()), aligned(weights)
     block_k, block_n = BLOCK_BYTES // rows.element_size(), 512 // rows.element_size()
     tile = [block_n, block_k] if transposed else [block_k, block_n]
     _multiply[(n_processors(rows.device),)](
@@ -189,7 +182,7 @@ def _launch(rows: Tensor, weights: Tensor, offsets: Tensor, out: Tensor) -> None
         TensorDescriptor.from_tensor(rows, [BLOCK_M // 2, block_k]),
         TensorDescriptor.from_tensor(weights.flatten(0, 1), tile),
         TensorDescriptor.from_tensor(target, [BLOCK_M, block_n]),
-        *(target, offsets),
+        *(target, offsets.contiguous()),
         **dict(n_groups=e, K=k, N=n, TRANSPOSED=transposed),
         **dict(BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=block_k),
         **dict(num_warps=8, num_stages=3),
@@ -221,7 +214,7 @@ def _(rows, grad, offsets, into):
 
 
 def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor, *, add: bool) -> None:
-    rows, grad, offsets = rows.contiguous(), grad.contiguous(), offsets.contiguous()
+    rows, grad, offsets = aligned(rows.contiguous()), aligned(grad.contiguous()), offsets.contiguous()
     e, k, n = out.shape
     if not out.is_contiguous():
         raise ValueError(f"grouped_weight_grad needs a contiguous buffer, got strides {out.stride()}")
@@ -262,6 +255,7 @@ _quack_mm_op.register_fake(_product_like)
 @operator("moekit::quack_mm_into", mutates_args=("out",))
 def _quack_mm_into_op(rows: Tensor, weights: Tensor, offsets: Tensor, out: Tensor) -> None:
     if len(rows):
+        rows, weights = aligned(rows.contiguous()), aligned(weights)
         _quack().gemm(rows, weights, out=out, cu_seqlens_m=F.pad(offsets, (1, 0)), tuned=False)
 
 
@@ -273,6 +267,7 @@ def _quack_weight_grad_op(rows: Tensor, grad: Tensor, offsets: Tensor) -> Tensor
     out = _weight_grad_like(rows, grad, offsets)
     if not len(rows):
         return out.zero_()
+    rows, grad = aligned(rows.contiguous()), aligned(grad.contiguous())
     _quack().gemm(rows.T, grad, out=out, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
     return out
 
@@ -283,6 +278,7 @@ _quack_weight_grad_op.register_fake(_weight_grad_like)
 @operator("moekit::quack_weight_grad_into", mutates_args=("into",))
 def _quack_weight_grad_into_op(rows: Tensor, grad: Tensor, offsets: Tensor, into: Tensor) -> None:
     if len(rows):
+        rows, grad = aligned(rows.contiguous()), aligned(grad.contiguous())
         _quack().gemm_add_inplace(rows.T, grad, into, cu_seqlens_k=F.pad(offsets, (1, 0)), tuned=False)
 
 

@@ -33,9 +33,20 @@ def expert_slots(expert_ids: Int[Tensor, "t k"], n_experts: int, *, kernels: str
 
 
 def count_experts(
-    expert_ids: Int[Tensor, "t k"], n_experts: int, mask: Bool[Tensor, " t"] | None = None
+    expert_ids: Int[Tensor, "t k"],
+    n_experts: int,
+    mask: Bool[Tensor, " t"] | None = None,
+    *,
+    kernels: str = "auto",
 ) -> Int[Tensor, " E"]:
-    """Count rows per expert, of the tokens where ``mask`` is true. int64; no host sync."""
+    """Count rows per expert, of the tokens where ``mask`` is true. int64; no host sync.
+
+    The kernel counts each block of routes, without the reference's atomics on few addresses.
+    """
+    if use_triton("count_experts", kernels, expert_ids):
+        if mask is not None:
+            expert_ids = expert_ids.masked_fill(~mask[:, None], -1)  # no expert's
+        return torch.ops.moekit.count_experts(expert_ids, n_experts)
     ones = torch.ones_like(expert_ids) if mask is None else mask[:, None].expand_as(expert_ids).long()
     counts = torch.zeros(n_experts, dtype=torch.int64, device=expert_ids.device)
     return counts.scatter_add_(0, expert_ids.flatten(), ones.flatten())
@@ -189,22 +200,41 @@ ROUTES = 128  # a block of routes
 
 @operator("moekit::expert_slots")
 def _expert_slots_op(expert_ids: Tensor, n_experts: int) -> Tensor:
-    slots, n = _slots_like(expert_ids, n_experts), expert_ids.numel()
-    if n:
-        expert_ids, n_blocks = expert_ids.contiguous(), -(-n // ROUTES)
-        counts = expert_ids.new_empty(n_experts * n_blocks, dtype=torch.int32)
-        _count[(n_blocks,)](
-            *(expert_ids, counts, n),
-            **dict(n_experts=n_experts, n_blocks=n_blocks, ROUTES=ROUTES, E=next_power_of_2(n_experts)),
-        )
-        # Rows through each block's of an expert: those of smaller experts, and of this one in earlier blocks.
-        _rank[(n_blocks,)](expert_ids, counts.cumsum(0), slots, n, n_blocks=n_blocks, ROUTES=ROUTES)
+    expert_ids = expert_ids.contiguous()
+    slots, counts = _slots_like(expert_ids, n_experts), _count_blocks(expert_ids, n_experts)
+    # Rows through each block's of an expert: those of smaller experts, and of this one in earlier blocks.
+    through, n_blocks = counts.flatten().cumsum(0), counts.shape[1]
+    if n_blocks:
+        _rank[(n_blocks,)](expert_ids, through, slots, slots.numel(), n_blocks=n_blocks, ROUTES=ROUTES)
     return slots
 
 
 @_expert_slots_op.register_fake
 def _slots_like(expert_ids, n_experts):
     return expert_ids.new_empty(expert_ids.shape, dtype=torch.int64)
+
+
+@operator("moekit::count_experts")
+def _count_experts_op(expert_ids: Tensor, n_experts: int) -> Tensor:
+    return _count_blocks(expert_ids.contiguous(), n_experts).sum(1)
+
+
+@_count_experts_op.register_fake
+def _(expert_ids, n_experts):
+    return expert_ids.new_empty(n_experts, dtype=torch.int64)
+
+
+def _count_blocks(expert_ids: Tensor, n_experts: int) -> Tensor:
+    """Return each expert's routes in each block, (E, blocks) int32."""
+    n = expert_ids.numel()
+    n_blocks = -(-n // ROUTES)
+    counts = expert_ids.new_empty(n_experts, n_blocks, dtype=torch.int32)
+    if n:
+        _count[(n_blocks,)](
+            *(expert_ids, counts, n),
+            **dict(n_experts=n_experts, n_blocks=n_blocks, ROUTES=ROUTES, E=next_power_of_2(n_experts)),
+        )
+    return counts
 
 
 @operator("moekit::scatter_rows")

@@ -52,7 +52,7 @@ class _Logits(torch.autograd.Function):
 
 
 def _split(x: Tensor, n: int) -> list[Tensor]:
-    """Return n bfloat16 tensors, each 8 more bits of ``x``: of float32, three are all."""
+    """Return n bfloat16 tensors, each 8 more bits of ``x``, all for n = 3; of a bfloat16 ``x`` itself."""
     high = x.bfloat16()
     if n == 1 or x.dtype == torch.bfloat16:
         return [high]

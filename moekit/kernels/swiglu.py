@@ -24,7 +24,9 @@ def swiglu(gate_up: Float[Tensor, "*n h2"]) -> Float[Tensor, "*n h"]:
     return F.silu(gate) * up
 
 
-def swiglu_forward(gate_up: Float[Tensor, "r h2"], weights: Weights, end: End, *, kernels: str = "auto"):
+def swiglu_forward(
+    gate_up: Float[Tensor, "r h2"], weights: Weights, end: End, *, kernels: str = "auto"
+) -> Float[Tensor, "r h"]:
     """Return the hidden rows (r, h), each times its weight; undefined past the end. Not differentiable."""
     _check("swiglu_forward", gate_up, weights)
     if use_triton("swiglu_forward", kernels, gate_up):

@@ -25,6 +25,7 @@ END = torch.tensor([[5, 0], [18, 0]], dtype=torch.int32)[:, 0]
 CALLS = {
     "swiglu": (strided(18, 8), strided(18), END),
     "swiglu_backward": (strided(18, 4), strided(18, 8), strided(18), END),
+    "count_experts": (IDS.mT.contiguous().mT, 4),
     "expert_slots": (IDS.mT.contiguous().mT, 4),
     "scatter_rows": (strided(9, 6), SLOTS),
     "gather_sum": (strided(18, 6), SLOTS, strided(9, 2), strided(9, 6)),
