@@ -171,19 +171,19 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x, weights, gate_up, down, offsets, places, base, products, into, exchange):
         kind = products.elementwise
         rows, by_row = (x, None) if exchange is None else exchange.send(x, places, weights, ends=offsets)
-        gated = grouped_mm(rows, gate_up, offsets, kernels=products.forward)
+        projected = grouped_mm(rows, gate_up, offsets, kernels=products.forward)
         del rows
-        hidden = swiglu_forward(gated, by_row, offsets, kernels=kind)
+        hidden = swiglu_forward(projected, by_row, offsets, kernels=kind)
         out = None if exchange is None else exchange.outgoing()
         out = grouped_mm(hidden, down, offsets, out=out, kernels=products.forward)
-        ctx.save_for_backward(x, by_row, gate_up, down, offsets, places, gated)
+        ctx.save_for_backward(x, by_row, gate_up, down, offsets, places, projected)
         ctx.products, ctx.into, ctx.exchange = products, into, exchange
         return out if exchange is None else exchange.fetch(out, places, base=base)[0]
 
     @staticmethod
     @once_differentiable  # what it keeps of the forward has no graph
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, by_row, gate_up, down, offsets, places, gated = ctx.saved_tensors
+        x, by_row, gate_up, down, offsets, places, projected = ctx.saved_tensors
         may_overwrite, exchange = forget_saved(ctx), ctx.exchange
         _, input_grad, weight_grad, kind = ctx.products
         into_gate_up, into_down = ctx.into
@@ -195,10 +195,10 @@ class _Experts(torch.autograd.Function):
         grad_base = grad if ctx.needs_input_grad[6] else None
         grad = grad.contiguous() if exchange is None else exchange.send(grad, places)[0]
         grad_hidden = grouped_mm(grad, down.mT, offsets, kernels=input_grad)
-        grad_gated, hidden, grad_by_row = swiglu_backward(
-            grad_hidden, gated, by_row, offsets, in_place=may_overwrite, kernels=kind
+        grad_projected, hidden, grad_by_row = swiglu_backward(
+            grad_hidden, projected, by_row, offsets, in_place=may_overwrite, kernels=kind
         )
-        del grad_hidden, gated
+        del grad_hidden, projected
         grad_down = grad_gate_up = grad_x = grad_weights = None
         if needs_down:
             grad_down = grouped_weight_grad(hidden, grad, offsets, into=into_down, kernels=weight_grad)
@@ -207,13 +207,13 @@ class _Experts(torch.autograd.Function):
             rows = x if exchange is None else exchange.send(x, places, ends=offsets)[0]
             if needs_gate_up:
                 grad_gate_up = grouped_weight_grad(
-                    rows, grad_gated, offsets, into=into_gate_up, kernels=weight_grad
+                    rows, grad_projected, offsets, into=into_gate_up, kernels=weight_grad
                 )
             del rows
         if needs_x or together:
             out = None if exchange is None else exchange.outgoing()
-            grad_x = grouped_mm(grad_gated, gate_up.mT, offsets, out=out, kernels=input_grad)
-        del grad_gated
+            grad_x = grouped_mm(grad_projected, gate_up.mT, offsets, out=out, kernels=input_grad)
+        del grad_projected
         if exchange is not None:
             grad_x, grad_weights = exchange.fetch(grad_x, places, each=grad_by_row)
         return grad_x, grad_weights, grad_gate_up, grad_down, *[None] * 2, grad_base, *[None] * 3

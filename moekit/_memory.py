@@ -16,7 +16,7 @@ from moekit.losses import tokens_per_chunk
 from moekit.params import param_shapes
 from moekit.plan import split_layers
 from moekit.schedules import Schedule, interleaved, one_f_one_b
-from moekit.symmetric import place
+from moekit.symmetric import byte_offsets
 
 CHUNK = 2**29  # logits that moekit.losses.cross_entropy holds at most
 BUCKET = 2**28  # bytes that moekit.shard_optimizer reduces at once
@@ -206,7 +206,7 @@ def _buffers(config: ModelConfig, layout: Layout, stages: dict[int, Stage]) -> i
         return 0
     dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
     rows = rows_for_experts(config, layout)
-    return place(rowwise_buffers(layout.ep, rows, config.d_model, config.n_experts, dtype))[1]
+    return byte_offsets(rowwise_buffers(layout.ep, rows, config.d_model, config.n_experts, dtype))[1]
 
 
 def rows_for_experts(config: ModelConfig, layout: Layout) -> int:

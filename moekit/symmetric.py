@@ -44,7 +44,7 @@ class Shared:
     addresses: Int[Tensor, " R"]  # int64, of every rank's tensor in this process; multiples of ALIGNMENT
 
 
-def place(layout: Layout) -> tuple[dict[str, int], int]:
+def byte_offsets(layout: Layout) -> tuple[dict[str, int], int]:
     """Return where each tensor of a layout begins, and the bytes of all."""
     places, end = {}, 0
     for name, (shape, dtype) in layout.items():
@@ -97,7 +97,7 @@ class SymmetricMemory:
             raise ValueError(
                 f"symmetric memory needs a timeout from a millisecond to {LONGEST}, got {timeout}"
             )
-        places, self.n_bytes = place(layout)
+        places, self.n_bytes = byte_offsets(layout)
         self.size = 1 if mesh is None else mesh.size()
         self.rank = 0 if mesh is None else mesh.get_local_rank()
         without_values = not has_values(torch.empty(0, device=device))  # in a dry run

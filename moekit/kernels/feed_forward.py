@@ -40,22 +40,24 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate_up, down):
-        gated = x.reshape(-1, x.shape[-1]) @ gate_up
-        ctx.save_for_backward(x, gated, gate_up, down)
-        return (swiglu_forward(gated, None, None, kernels="triton") @ down).view(*x.shape[:-1], down.shape[1])
+        projected = x.reshape(-1, x.shape[-1]) @ gate_up
+        ctx.save_for_backward(x, projected, gate_up, down)
+        return (swiglu_forward(projected, None, None, kernels="triton") @ down).view(
+            *x.shape[:-1], down.shape[1]
+        )
 
     @staticmethod
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, gated, gate_up, down = ctx.saved_tensors
+        x, projected, gate_up, down = ctx.saved_tensors
         may_overwrite = forget_saved(ctx)
         needs_x, needs_gate_up, needs_down = ctx.needs_input_grad
         grad = grad.reshape(-1, grad.shape[-1])
         grad_hidden = grad @ down.mT
-        grad_gated, hidden, _ = swiglu_backward(
-            grad_hidden, gated, None, None, in_place=may_overwrite, kernels="triton"
+        grad_projected, hidden, _ = swiglu_backward(
+            grad_hidden, projected, None, None, in_place=may_overwrite, kernels="triton"
         )
-        del grad_hidden, gated
+        del grad_hidden, projected
         grad_down = hidden.mT @ grad if needs_down else None
         del hidden
-        grad_x = (grad_gated @ gate_up.mT).view(x.shape) if needs_x else None
-        return grad_x, x.reshape(-1, x.shape[-1]).mT @ grad_gated if needs_gate_up else None, grad_down
+        grad_x = (grad_projected @ gate_up.mT).view(x.shape) if needs_x else None
+        return grad_x, x.reshape(-1, x.shape[-1]).mT @ grad_projected if needs_gate_up else None, grad_down
