@@ -118,8 +118,7 @@ def _weights(experts: Mapping[str, Tensor], rows: Tensor, offsets: Tensor) -> tu
     if len(offsets) != e:
         raise ValueError(
             f"expert_forward needs as many experts as offsets, got weights of {e} experts, offsets of "
-            f"{len(offsets)}: distribute the parameters (moekit.mesh.distribute), or pass mesh['ep'] to moe or "
-            "dispatch"
+            f"{len(offsets)}: distribute the parameters (moekit.mesh.distribute), or pass mesh['ep']"
         )
     if offsets.dtype != torch.int32:
         raise ValueError(f"expert_forward needs int32 offsets, got {offsets.dtype}; pass offsets.int()")

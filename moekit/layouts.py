@@ -131,7 +131,7 @@ def check_recipe(config: ModelConfig, cfg: Any) -> Layout:
             raise ValueError("--full needs --dry-run, got it without")
         if not cfg.dry_run and cfg.n_gpus != getattr(type(cfg), "n_gpus", cfg.n_gpus):  # not the default
             raise ValueError(
-                f"--n-gpus {cfg.n_gpus} needs --dry-run, got it without; torchrun says how many ranks a run has"
+                f"--n-gpus {cfg.n_gpus} needs --dry-run, got it without; torchrun says how many ranks run"
             )
         layout = check_layout(config, asked, n_gpus=n_gpus, gpu=gpu, vary=vary)
     except ValueError as error:
@@ -247,9 +247,12 @@ def _problems(config: ModelConfig, layout: Layout, n_gpus: int) -> Iterator[str]
     if at.cp > 1 and at.seq_len % (2 * at.cp):
         yield f"2 * cp must divide seq_len: cp={at.cp}, seq_len={at.seq_len}"
     if at.capacity_factor is not None and not _is_factor(at.capacity_factor):
-        yield f"capacity_factor must be positive and finite: {at.capacity_factor}; leave it out for room for all"
+        yield f"capacity_factor must be positive and finite: {at.capacity_factor}; without, all have room"
     elif at.capacity_factor is not None and at.via != "rowwise":
-        yield f"capacity_factor={at.capacity_factor} needs via='rowwise', got via={at.via!r}; take it, or leave out the factor"
+        yield (
+            f"capacity_factor={at.capacity_factor} needs via='rowwise', got via={at.via!r}; take it, or "
+            "leave out the factor"
+        )
     if at.attention_via is not None and at.cp == 1:
         yield f"attention_via={at.attention_via!r} needs cp > 1, got cp=1; leave it out"
     if at.attention_via == "all_to_all" and c.n_heads % at.cp:

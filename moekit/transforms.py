@@ -159,8 +159,8 @@ def accumulate(
             except TypeError as error:
                 if "grad_into" in kwargs and "unexpected keyword argument 'grad_into'" in str(error):
                     raise TypeError(
-                        "accumulate needs a loss that takes grad_into with straight, which gives it the buffers "
-                        f"of what straight chooses, got {error}; take it, or leave straight out"
+                        "accumulate needs a loss that takes grad_into with straight, which gives it the "
+                        f"buffers of what straight chooses, got {error}; take it, or leave straight out"
                     ) from error
                 raise
             sums.land()

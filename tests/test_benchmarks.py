@@ -196,7 +196,7 @@ def test_no_rounds_no_device_and_more_experts_a_token_than_there_are_are_refused
     for module in (moe_layer, moe_kernels):
         with pytest.raises(SystemExit, match="--device cuda needs CUDA, and torch finds none"):
             module.main(module.Config(device="cuda"))
-    with pytest.raises(SystemExit, match="1 to the number of experts, 8 of the layer and 128 of .*, got 9"):
+    with pytest.raises(SystemExit, match=r"1 to the number of experts, 8 of the layer and 128 of .*, got 9"):
         dispatch.main(dispatch.Config(top_k=9))
 
 
