@@ -22,7 +22,19 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
-from measure import COPY, Candidate, describe, environment, graphed, measure, plot, say, table, write_json
+from measure import (
+    COPY,
+    Candidate,
+    check_run,
+    describe,
+    environment,
+    graphed,
+    measure,
+    plot,
+    say,
+    table,
+    write_json,
+)
 from torch import Tensor
 
 import moekit as mk
@@ -61,6 +73,12 @@ Candidates = dict[str, Candidate]
 def main(cfg: Config) -> None:
     """Measure on all ranks at once and write what rank 0 found."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_run(cfg, device)
+    if not 1 <= cfg.top_k <= min(cfg.n_experts, cfg.map_experts):
+        raise SystemExit(
+            f"--top-k needs to be from 1 to the number of experts, {cfg.n_experts} of the layer and "
+            f"{cfg.map_experts} of the row map, got {cfg.top_k}"
+        )
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     mesh = mk.make_mesh(ep=world_size())
     ep = None if mesh is None else mesh["ep"]

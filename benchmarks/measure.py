@@ -331,6 +331,14 @@ def refuse_unknown(what: str, given: Sequence[str], known: Sequence[str]) -> Non
         raise SystemExit(f"no {what} is called {'; known are '.join(said)}")
 
 
+def check_run(cfg: Any, device: str) -> None:
+    """End the program where nothing could be measured: without a round, or a device."""
+    if cfg.rounds < 1:
+        raise SystemExit(f"a benchmark needs --rounds of at least 1, got {cfg.rounds}")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"--device {device} needs CUDA, and torch finds none; leave it out, or take cpu")
+
+
 def sizes(text: str) -> tuple[int, int, int]:
     """Return the numbers of a shape as given in a command."""
     try:
@@ -344,6 +352,7 @@ def run_cases(
     cfg: Any, run_shape: Callable[[Any, str], dict[str, Any]], *, rate: str, packages: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Measure a config's shapes and return the record, written after each; one that raises ends no other."""
+    check_run(cfg, cfg.device)
     versions = environment(cfg.device, packages)
     record: dict[str, Any] = dict(environment=versions, config=asdict(cfg), cases=[])
     say("  ".join(f"{name} {value}" for name, value in versions.items()))

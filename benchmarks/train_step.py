@@ -28,6 +28,7 @@ import tyro
 from measure import (
     Candidate,
     Result,
+    check_run,
     describe,
     environment,
     free,
@@ -87,6 +88,7 @@ STOCK: dict[str, dict[str, Any]] = {
 cfg = tyro.cli(Config, description=__doc__)
 refuse_unknown("candidate", cfg.candidates, ["moekit", *STOCK, *peers.LAYERS])
 device = "cuda" if torch.cuda.is_available() else "cpu"
+check_run(cfg, device)
 dtype = torch.float32 if cfg.toy else torch.bfloat16
 key = mk.random.make_key(0, device)
 if cfg.toy:
@@ -95,6 +97,17 @@ if cfg.toy and device == "cpu":  # compiling takes minutes there
     cfg = replace(cfg, candidates=tuple(n for n in cfg.candidates if n in ("moekit", "stock eager")))
     say(f"a toy on a CPU: {', '.join(cfg.candidates) or 'no candidate'}; what is compiled is left out")
 chosen = cfg.candidates
+BY_PART = {  # those of each part
+    "forward_backward": ("moekit", *STOCK, *peers.LAYERS),
+    "experts": ("moekit", "stock compiled"),
+    "whole_step": ("moekit", "stock compiled", "stock compiled, head kept"),
+}
+for part in cfg.parts:
+    if not set(chosen) & set(BY_PART[part]):
+        raise SystemExit(
+            f"part {part} needs a candidate of {', '.join(map(repr, BY_PART[part]))}, got "
+            f"{', '.join(map(repr, chosen)) or 'none'}; choose one, or other --parts"
+        )
 
 
 def make_model(n_experts: int) -> mk.ModelConfig:
@@ -220,7 +233,7 @@ def compare_experts() -> list[Result]:
     for n_experts in (cfg.n_experts, cfg.more_experts):
         model = make_model(n_experts)
         params, batch = mk.init_params(model, dtype=dtype, device=device), make_batch(model, cfg.batch_size)
-        for name in ("moekit", "stock compiled"):
+        for name in BY_PART["experts"]:
             if name in chosen:
                 builders[f"{name}, E = {n_experts}"] = functools.partial(
                     forward_backward, name, model, params, batch
@@ -255,7 +268,7 @@ def whole_step() -> list[Result]:
         loss = make_loss(model, **STOCK[name])
         return stock_step(loss, params, batch, state["master"], state["inner", "1"], sums)
 
-    names = [name for name in chosen if name in ("moekit", *STOCK) and name != "stock eager"]
+    names = [name for name in chosen if name in BY_PART["whole_step"]]
     builders = {name: functools.partial(build, name) for name in names}
     return timed(builders, model, n_sequences, rounds=max(cfg.rounds // 2, 1))
 

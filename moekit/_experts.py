@@ -109,10 +109,15 @@ def _weights(experts: Mapping[str, Tensor], rows: Tensor, offsets: Tensor) -> tu
     check_names("expert_forward", "experts", experts, "gate_up", "down")
     gate_up, down = local(experts["gate_up"]), local(experts["down"])
     e, d, h2 = gate_up.shape
-    if h2 % 2 or down.shape != (e, h2 // 2, d) or rows.shape != (len(rows), d) or offsets.shape != (e,):
+    if h2 % 2 or down.shape != (e, h2 // 2, d) or rows.shape != (len(rows), d) or offsets.ndim != 1:
         raise ValueError(
             "expert_forward needs gate_up (e, d, 2h), down (e, h, d), rows (r, d), offsets (e,), got "
             f"{tuple(gate_up.shape)}, {tuple(down.shape)}, {tuple(rows.shape)}, {tuple(offsets.shape)}"
+        )
+    if len(offsets) != e:
+        raise ValueError(
+            f"expert_forward needs as many experts as offsets, got weights of {e} experts, offsets of "
+            f"{len(offsets)}: distribute the parameters (moekit.mesh.distribute), or pass mesh['ep']"
         )
     if offsets.dtype != torch.int32:
         raise ValueError(f"expert_forward needs int32 offsets, got {offsets.dtype}; pass offsets.int()")

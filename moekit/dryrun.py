@@ -90,8 +90,8 @@ class Report:
             room, sent = max(rooms)
             yield (
                 f"rowwise: buffers and activations have room for {room:,} rows a rank, {room / sent:.3g} "
-                f"times the {sent:,} that it sends. By default there is room for "
-                "ep * n_tokens * min(top_k, experts of a rank); set capacity_factor for less"
+                f"times the {sent:,} that it sends. There is room for capacity_factor * n_tokens * top_k, "
+                "or, without a factor, for ep * n_tokens * min(top_k, experts of a rank)"
             )
 
     def _traffic(self) -> Iterator[str]:

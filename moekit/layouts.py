@@ -120,7 +120,8 @@ def check_recipe(config: ModelConfig, cfg: Any) -> Layout:
     Raises
     ------
     SystemExit
-        With what :func:`check_layout` raises, which the first rank prints.
+        With what :func:`check_layout` raises, which the first rank prints; or where ``full``, or another
+        ``n_gpus`` than by default, comes without ``dry_run``.
     """
     n_gpus, gpu = cfg.n_gpus if cfg.dry_run else None, getattr(cfg, "gpu", None)
     vary = [field.name for field in fields(Layout) if hasattr(cfg, field.name)]
@@ -128,6 +129,10 @@ def check_recipe(config: ModelConfig, cfg: Any) -> Layout:
     try:
         if getattr(cfg, "full", False) and not cfg.dry_run:
             raise ValueError("--full needs --dry-run, got it without")
+        if not cfg.dry_run and cfg.n_gpus != getattr(type(cfg), "n_gpus", cfg.n_gpus):  # not the default
+            raise ValueError(
+                f"--n-gpus {cfg.n_gpus} needs --dry-run, got it without; torchrun says how many ranks run"
+            )
         layout = check_layout(config, asked, n_gpus=n_gpus, gpu=gpu, vary=vary)
     except ValueError as error:
         raise SystemExit(str(error) if os.environ.get("RANK", "0") == "0" else 1) from None
@@ -241,8 +246,13 @@ def _problems(config: ModelConfig, layout: Layout, n_gpus: int) -> Iterator[str]
         yield f"cp must divide the edp * ep ranks that share a batch: cp={at.cp}, {n} ranks"
     if at.cp > 1 and at.seq_len % (2 * at.cp):
         yield f"2 * cp must divide seq_len: cp={at.cp}, seq_len={at.seq_len}"
-    if at.capacity_factor is not None and at.via != "rowwise":
-        yield f"capacity_factor={at.capacity_factor} needs via='rowwise', got via={at.via!r}; leave it out"
+    if at.capacity_factor is not None and not _is_factor(at.capacity_factor):
+        yield f"capacity_factor must be positive and finite: {at.capacity_factor}; without, all have room"
+    elif at.capacity_factor is not None and at.via != "rowwise":
+        yield (
+            f"capacity_factor={at.capacity_factor} needs via='rowwise', got via={at.via!r}; take it, or "
+            "leave out the factor"
+        )
     if at.attention_via is not None and at.cp == 1:
         yield f"attention_via={at.attention_via!r} needs cp > 1, got cp=1; leave it out"
     if at.attention_via == "all_to_all" and c.n_heads % at.cp:
@@ -252,6 +262,10 @@ def _problems(config: ModelConfig, layout: Layout, n_gpus: int) -> Iterator[str]
             f"(edp * ep / cp) * n_microbatches must divide batch_size: {n // at.cp} * {at.n_microbatches} = "
             f"{n // at.cp * at.n_microbatches}, batch_size={at.batch_size}"
         )
+
+
+def _is_factor(capacity_factor: float | None) -> bool:
+    return capacity_factor is not None and 0 < capacity_factor < math.inf
 
 
 def _too_much(config: ModelConfig, layout: Layout, gpu: Gpu) -> list[str]:
@@ -330,6 +344,10 @@ def _steps(config: ModelConfig, layout: Layout, asked: Layout, n_gpus: int) -> I
 def _candidates(config: ModelConfig, asked: Layout, n_gpus: int) -> Iterator[Layout]:
     """Yield layouts that divide all they need to, with every pp and ep, and what is near in the rest."""
     c = config
+    if _is_factor(asked.capacity_factor):
+        asked = replace(asked, via="rowwise")
+    else:
+        asked = replace(asked, capacity_factor=None)
     for pp in (pp for pp in divisors(n_gpus) if pp <= c.n_layers):
         for ep in (ep for ep in divisors(n_gpus // pp) if not c.n_moe_layers or c.n_experts % ep == 0):
             n = n_gpus // pp
@@ -392,8 +410,9 @@ def _near(asked: int, allowed: Sequence[int], other: int) -> list[int]:
 
 def _changes(asked: Layout, other: Layout, gpu: Gpu | None, config: ModelConfig) -> str:
     """Write what is to be changed, and what a rank then holds."""
-    old = {name: getattr(asked, name) for name in _WEIGHTS}
-    names = [name for name, x in old.items() if x is not None and x != getattr(other, name)]
+    old = {name: getattr(asked, name) for name in (*_WEIGHTS, "via", "capacity_factor")}
+    # None was left open, but for via, whose None is not rowwise.
+    names = [n for n, x in old.items() if (x is not None or n == "via") and x != getattr(other, n)]
     new = ", ".join(f"{name}={getattr(other, name)!r}" for name in names)
     was = repr(old[names[0]]) if len(names) == 1 else ", ".join(f"{name}={old[name]!r}" for name in names)
     if gpu is None:

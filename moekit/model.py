@@ -403,7 +403,7 @@ def _embed(params: Params, tokens: Tensor, config: ModelConfig, kernels: Kernels
 
 def is_expert(name: str) -> bool:
     """Say whether a parameter of this name is one of the experts' matrices; for ``accumulate(straight=)``."""
-    return ".experts." in name
+    return "experts" in name.split(".")
 
 
 def head_weight(params: Params) -> Float[Tensor, "d v"]:

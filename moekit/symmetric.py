@@ -93,6 +93,11 @@ class SymmetricMemory:
         device: torch.device,
         timeout: timedelta | None = None,
     ):
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise ValueError(
+                f"symmetric memory needs timeout to be a datetime.timedelta, got {timeout!r}; "
+                "timedelta(seconds=...)"
+            )
         if timeout is not None and not timedelta(milliseconds=1) <= timeout <= LONGEST:
             raise ValueError(
                 f"symmetric memory needs a timeout from a millisecond to {LONGEST}, got {timeout}"

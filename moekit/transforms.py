@@ -139,7 +139,7 @@ def accumulate(
         has another shape, dtype or placement than its gradient's sum, or micro-batches' aux differ in names
         or shapes.
     TypeError
-        When a leaf of aux is no tensor.
+        When a leaf of aux is no tensor, or the loss takes no ``grad_into`` with ``straight``.
     """
     if n_microbatches < 1:
         raise ValueError(f"accumulate needs n_microbatches >= 1, got {n_microbatches}")
@@ -154,7 +154,15 @@ def accumulate(
                 kwargs["grad_into"] = sums.buffers(chosen)
         total = None
         for part in split_for("accumulate", "n_microbatches", batch, n_microbatches):
-            value, _ = grad_fn(params, part, on_grad=sums.add, **kwargs)
+            try:
+                value, _ = grad_fn(params, part, on_grad=sums.add, **kwargs)
+            except TypeError as error:
+                if "grad_into" in kwargs and "unexpected keyword argument 'grad_into'" in str(error):
+                    raise TypeError(
+                        "accumulate needs a loss that takes grad_into with straight, which gives it the "
+                        f"buffers of what straight chooses, got {error}; take it, or leave straight out"
+                    ) from error
+                raise
             sums.land()
             total = add_up("accumulate", total, value)
         assert total is not None  # there is a micro-batch

@@ -177,6 +177,30 @@ def test_unknown_parts_and_candidates_of_a_step_are_refused_with_those_known(opt
 
 
 @pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--parts whole_step --candidates torchtitan", "part whole_step needs a candidate of 'moekit', "),
+        ("--parts whole_step --rounds 0", "a benchmark needs --rounds of at least 1, got 0"),
+    ],
+)
+def test_a_step_of_which_nothing_would_be_measured_is_refused(options, says):
+    done = run_script("train_step.py", *options.split())
+    assert done.returncode and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_rounds_no_device_and_more_experts_a_token_than_there_are_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for module in (moe_layer, moe_kernels, dispatch):
+        with pytest.raises(SystemExit, match="needs --rounds of at least 1, got 0"):
+            module.main(module.Config(rounds=0))
+    for module in (moe_layer, moe_kernels):
+        with pytest.raises(SystemExit, match="--device cuda needs CUDA, and torch finds none"):
+            module.main(module.Config(device="cuda"))
+    with pytest.raises(SystemExit, match=r"1 to the number of experts, 8 of the layer and 128 of .*, got 9"):
+        dispatch.main(dispatch.Config(top_k=9))
+
+
+@pytest.mark.parametrize(
     ("module", "option", "known"),
     [
         (dispatch, ["--transports", "pigeon"], "'local', 'all_to_all', 'rowwise', 'deepep'"),

@@ -705,7 +705,7 @@ def test_rows_that_are_put_and_got_are_seen_with_their_bytes_and_buffers():
     capacity = math.ceil(1.25 * rows)
     assert records[0].memory["symmetric buffers"] >= 2 * 2 * capacity * SMALL.d_model
     said = str(Report(records=tuple(records)))
-    assert f"room for {capacity:,} rows a rank, 1.25 times the {rows:,} that it sends. " in said
+    assert f"room for {capacity:,} rows a rank, 1.25 times the {rows:,} that it sends. There is" in said
 
 
 def test_a_payload_of_float8_puts_half_the_bytes_of_tokens_and_a_scale_each():

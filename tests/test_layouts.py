@@ -4,7 +4,7 @@ import math
 import re
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -84,6 +84,21 @@ RULES = [  # changes of a layout of tiny (16 layers, 64 experts) on 16 GPUs, wha
         "batch_size=64 instead of 50",
     ),
     (dict(n_microbatches=3), "16 * 3 = 48, batch_size=64", "n_microbatches=4 instead of 3"),
+    (
+        dict(capacity_factor=1.25),
+        "capacity_factor=1.25 needs via='rowwise', got via=None; take it, or leave out the factor",
+        "via='rowwise' instead of None",
+    ),
+    (
+        dict(capacity_factor=1.25, via="all_to_all", ep=3),
+        "capacity_factor=1.25 needs via='rowwise', got via='all_to_all'",
+        "ep=4, via='rowwise' instead of ep=3, via='all_to_all'",
+    ),
+    (
+        dict(capacity_factor=0.0, via="rowwise"),
+        "capacity_factor must be positive and finite: 0.0",
+        "capacity_factor=None instead of 0.0",
+    ),
     (dict(ep=0, cp=-1), "sizes must be at least 1: ep=0, cp=-1", "ep=1, cp=1 instead of ep=0, cp=-1"),
 ]
 
@@ -351,6 +366,28 @@ def test_a_recipe_ends_with_what_is_wrong_and_what_its_own_options_could_be(monk
         check_recipe(TINY, cfg)
     assert error.value.code == 1
     assert check_recipe(TINY, SimpleNamespace(**{**vars(cfg), "ep": 8})).edp == 2
+
+
+@pytest.mark.parametrize("gpu", [None, "h200"])
+def test_a_factor_without_its_transport_proposes_the_transport(gpu):
+    with pytest.raises(ValueError) as error:
+        check_layout(BENCH, layout(capacity_factor=1.25, batch_size=16), n_gpus=8, gpu=gpu)
+    lines = str(error.value).partition("nearest layouts that work:\n")[2].splitlines()
+    assert lines and lines[0].startswith("- via='rowwise' instead of None"), str(error.value)
+
+
+def test_a_number_of_gpus_without_a_dry_run_is_refused_and_the_default_is_not():
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        batch_size: int = 64
+        seq_len: int = 8192
+        dry_run: bool = False
+        n_gpus: int = 512
+
+    with pytest.raises(SystemExit, match=r"^--n-gpus 2 needs --dry-run, got it without; torchrun says"):
+        check_recipe(TINY, Config(n_gpus=2))
+    assert check_recipe(TINY, Config()).edp == 1
+    assert check_recipe(TINY, Config(n_gpus=2, dry_run=True)).edp == 2
 
 
 # --- Command --------------------------------------------------------------------------

@@ -183,6 +183,38 @@ def test_a_sum_that_the_loss_never_adds_to_is_named():
         mk.accumulate(grad_fn, 1, straight=lambda name: name == "b")(params, torch.ones(1, 2))
 
 
+def layer_of_one_s_own():
+    """Parameters whose experts have no name before them, and tokens."""
+    experts = {"gate_up": torch.ones(4, 8, 16).double(), "down": torch.ones(4, 8, 8).double()}
+    return TensorDict({"router": torch.eye(8, 4).double(), "experts": experts}), torch.eye(8).double()
+
+
+def test_experts_of_one_s_own_layer_go_straight_into_their_sums():
+    params, x = layer_of_one_s_own()
+    given = []
+
+    def loss(params, x, grad_into=None):
+        given.append(grad_into)
+        into = None if grad_into is None else grad_into["experts"]
+        return mk.moe(params, x, top_k=2, grad_into=into)[0].square().sum()
+
+    got, want = (
+        mk.accumulate(mk.value_and_grad(loss), 2, straight=straight)(params, x)[1]
+        for straight in (mk.model.is_expert, None)
+    )
+    assert list(flat(given[0])) == ["experts.gate_up", "experts.down"] and given[-1] is None
+    close(flat(got), flat(want))
+
+
+def test_a_loss_that_takes_no_straight_sums_is_told_so_and_other_type_errors_stay():
+    params, x = layer_of_one_s_own()
+    grad_fn = mk.value_and_grad(lambda p, x: mk.moe(p, x, top_k=2)[0].sum())
+    with pytest.raises(TypeError, match=r"a loss that takes grad_into with straight, .*leave straight out"):
+        mk.accumulate(grad_fn, 1, straight=mk.model.is_expert)(params, x)
+    with pytest.raises(TypeError, match=r"^.*<lambda>\(\) got an unexpected keyword argument 'bias'$"):
+        mk.accumulate(grad_fn, 1)(params, x, bias=None)
+
+
 def test_straight_sums_are_refused_where_they_have_no_effect():
     grad_fn = mk.value_and_grad(lambda p, x: (p["a"] * x).sum())
     with refuses("accumulate needs no on_grad with straight"):

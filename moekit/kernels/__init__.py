@@ -14,4 +14,5 @@ from moekit.kernels._backend import (
     forget_saved as forget_saved,
     use_triton as use_triton,
 )
+from moekit.kernels.attention import choose_attention_kernel as choose_attention_kernel
 from moekit.kernels.choice import Products as Products, choose_products as choose_products

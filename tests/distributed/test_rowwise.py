@@ -650,6 +650,7 @@ def test_devices_without_access_to_each_other_are_named_on_all_ranks():
     ("change", "message"),
     [
         (dict(payload=torch.float8_e5m2), r"payload None or torch\.float8_e4m3fn, got torch\.float8_e5m2"),
+        (dict(timeout=3), r"timeout to be a datetime.timedelta, got 3; timedelta\(seconds="),
         (dict(timeout=timedelta(0)), "timeout from a millisecond to 7 days, 0:00:00, got 0:00:00"),
         (dict(timeout=timedelta.max), "timeout from a millisecond to 7 days, 0:00:00, got 999999999 days"),
         (dict(d_model=0), "d_model from 1 and a dtype of reals, got 0 and"),
