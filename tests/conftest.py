@@ -11,6 +11,8 @@ STARTUP = str(TESTS / "startup")
 # pytest's options. They do import the sitecustomize module found on PYTHONPATH, before they import moekit.
 sys.path.insert(0, STARTUP)
 os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (STARTUP, os.environ.get("PYTHONPATH")) if p)
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; read when torch is imported
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 import checked_shapes  # noqa: F401
 import hypothesis
 import jaxtyping

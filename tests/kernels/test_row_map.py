@@ -62,7 +62,7 @@ def batches(draw):
 @pytest.mark.parametrize(
     ("kernels", "by_priority"), [("torch", False), ("torch", True), ("triton", False), ("triton", True)]
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(batch=batches())
 def test_every_route_has_the_place_that_numbering_rows_gives(kernels, by_priority, batch):
     ids, n_experts, capacity, generator = batch
