@@ -242,7 +242,7 @@ def _scatter_op(x: Tensor, slots: Tensor) -> Tensor:
     x, slots = x.contiguous(), slots.contiguous()
     rows = _rows_like(x, slots)
     if rows.numel():
-        # One warp a token: 0.91 and 0.90 of a copy's rate (E = 8 and 128), four 0.88.
+        # One warp a token: 0.89 of a copy's rate at E = 128 on an H200, four 0.88 (docs/LOG.md).
         _scatter[_grid(x)](x, slots, rows, x.shape[1], slots.shape[1], BLOCK=_block(x), num_warps=1)
     return rows
 

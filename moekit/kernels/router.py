@@ -227,9 +227,8 @@ def _choose(
     biased = value
     if bias is not None:
         biased += tl.load(bias + expert, mask=expert < n_experts, other=0.0)[None, :]
-    biased = tl.where(
-        biased != biased, float("inf"), tl.maximum(biased, -3e38)
-    )  # NaN is the largest, as in torch
+    # NaN is the largest, as in torch.
+    biased = tl.where(biased != biased, float("inf"), tl.maximum(biased, -3e38))
     biased = tl.where(real, biased, float("-inf"))  # as what is taken already
     choice = tl.arange(0, K)[None, :]
     chosen, best_ids = tl.zeros((TOKENS, K), tl.float32), tl.zeros((TOKENS, K), tl.int64)
