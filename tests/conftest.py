@@ -10,6 +10,9 @@ STARTUP = str(TESTS / "startup")
 # The ranks of moekit.testing and the recipes run in processes of their own, which see neither this file nor
 # pytest's options. They do import the sitecustomize module found on PYTHONPATH, before they import moekit.
 sys.path.insert(0, STARTUP)
+# Without bytecode each of these processes would decorate all of moekit's source and compile it again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (STARTUP, os.environ.get("PYTHONPATH")) if p)
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; read when torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")

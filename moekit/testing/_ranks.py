@@ -30,6 +30,7 @@ _PRELOAD = (
     *("torch", "sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch.distributed.tensor"),
     *("torch.fx.experimental.symbolic_shapes", "torch.distributed._functional_collectives", "tensordict"),
     *("cloudpickle", "beartype", "pytest", "hypothesis", "moekit.testing"),
+    *("moekit.checkpoint", "moekit.dryrun"),
 )
 
 

@@ -108,7 +108,7 @@ LAYOUTS = [
 )
 def test_every_schedule_has_the_gradients_of_one_process(names, layout):
     # Stages with and without experts, with and without an embedding before, of one, two or more layers.
-    config, _ = model(n_layers=9, n_dense_layers=2)
+    config, _ = model(n_layers=2 * layout["pp"] + 1, n_dense_layers=2)
     check(config, list(names), layout)
 
 
