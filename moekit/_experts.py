@@ -9,12 +9,14 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moekit._low_experts import LowExperts, Weights
 from moekit._rowwise import rowwise
-from moekit.kernels import Products, aligned, choose_products, forget_saved
+from moekit.kernels import Products, aligned, choose_products, forget_saved, is_asked_for
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
-from moekit.kernels.permute import OneRank
+from moekit.kernels.permute import Arrived, OneRank
 from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from moekit.mesh import local
+from moekit.precision import Precision, low_products, round_matrices
 from moekit.tree import check_names, check_values, held
 
 Kernels = Literal["auto", "torch", "triton", "quack", "loop"]
@@ -27,6 +29,8 @@ def expert_forward(
     *,
     activation: Literal["swiglu"] = "swiglu",
     kernels: Kernels = "auto",
+    precision: Precision | None = None,
+    rounded: TensorDict | None = None,
     grad_into: TensorDict | Mapping[str, Tensor] | None = None,
 ) -> Float[Tensor, "r d"]:
     """Apply each expert of this rank to its own rows: ``down(silu(gate x) * up x)``.
@@ -47,6 +51,11 @@ def expert_forward(
     kernels : {"auto", "torch", "triton", "quack", "loop"}
         See :func:`moekit.kernels.choose_products`. ``"loop"`` defines the result, for any dtype, and reads
         the offsets on the host; the others need ``d`` and ``h`` to be multiples of 16 bytes.
+    precision : Precision, optional
+        What is rounded to eight bits on the way; see :class:`moekit.precision.Precision`.
+    rounded : TensorDict, optional
+        ``gate_up`` and ``down`` from :func:`moekit.precision.round_matrices`; by default each call rounds
+        them.
     grad_into : TensorDict, optional
         ``gate_up``, ``down`` or both: buffers of the shapes of ``experts``, float32 say, to which a backward
         that is asked for the weights' gradients adds them (one that is compiled always does), inside the
@@ -70,6 +79,11 @@ def expert_forward(
         needs = f"offsets that ascend from 0 to at most the {len(rows)} rows"
         check_values((ends.diff() >= 0).all(), "expert_forward", needs, offsets.tolist)
     products = choose_products("expert_forward", kernels, len(rows), gate_up)
+    if low := low_products("expert_forward", precision, products, rows.device):
+        into, gate_up, down = _buffers(grad_into, experts, gate_up, down)
+        weights = _rounded(rounded, gate_up, down, precision)
+        exchange = Arrived(products.elementwise)
+        return LowExperts.apply(rows, None, gate_up, down, offsets, None, None, weights, low, into, exchange)
     # Torch's products of other dtypes have no fake form, and that of ours is not differentiable.
     traced = torch.compiler.is_compiling() and products.forward == "torch" and rows.dtype != torch.bfloat16
     if products.elementwise == "triton" or grad_into is not None or traced:
@@ -90,6 +104,8 @@ def experts_over_tokens(
     base: Float[Tensor, "t d"] | None = None,
     exchange: OneRank | rowwise,
     products: Products,
+    precision: Precision | None = None,
+    rounded: TensorDict | None = None,
     grad_into: TensorDict | Mapping[str, Tensor] | None = None,
 ) -> Float[Tensor, "t d"]:
     """Return what dispatch, :func:`expert_forward` and combine do, keeping one product and ``x``.
@@ -101,7 +117,21 @@ def experts_over_tokens(
     """
     gate_up, down = _weights(experts, x, offsets)
     into, gate_up, down = _buffers(grad_into, experts, gate_up, down)
-    return _Experts.apply(x, weights, gate_up, down, offsets, places, base, products, into, exchange)
+    args = (x, weights, gate_up, down, offsets, places, base)
+    if low := low_products("moe", precision, products, x.device):
+        return LowExperts.apply(*args, _rounded(rounded, gate_up, down, precision), low, into, exchange)
+    return _Experts.apply(*args, products, into, exchange)
+
+
+def _rounded(
+    rounded: Mapping[str, Any] | None, gate_up: Tensor, down: Tensor, precision: Precision | None
+) -> tuple[Weights, Weights]:
+    """Return both matrices as either product reads them, rounded here unless that has been done."""
+    if rounded is None:
+        assert precision is not None
+        rounded = round_matrices(dict(gate_up=gate_up, down=down), precision, "experts")
+    check_names("expert_forward", "rounded", rounded, "gate_up", "down")
+    return Weights.of(gate_up, rounded["gate_up"]), Weights.of(down, rounded["down"])
 
 
 def _weights(experts: Mapping[str, Tensor], rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,8 +224,8 @@ class _Experts(torch.autograd.Function):
         into_gate_up, into_down = ctx.into
         needs_x, _, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         at = 1 if by_row is None else 2  # of gate_up among the tensors that came
-        needs_gate_up = needs_gate_up and (into_gate_up is None or _is_asked_for(ctx, at))
-        needs_down = needs_down and (into_down is None or _is_asked_for(ctx, at + 1))
+        needs_gate_up = needs_gate_up and (into_gate_up is None or is_asked_for(ctx, at))
+        needs_down = needs_down and (into_down is None or is_asked_for(ctx, at + 1))
         together = isinstance(exchange, rowwise)  # ranks send and fetch alike, whatever each of them needs
         grad_base = grad if ctx.needs_input_grad[6] else None
         grad = grad.contiguous() if exchange is None else exchange.send(grad, places)[0]
@@ -222,13 +252,6 @@ class _Experts(torch.autograd.Function):
         if exchange is not None:
             grad_x, grad_weights = exchange.fetch(grad_x, places, each=grad_by_row)
         return grad_x, grad_weights, grad_gate_up, grad_down, *[None] * 2, grad_base, *[None] * 3
-
-
-def _is_asked_for(ctx: Any, i: int) -> bool:
-    """Say whether the backward that is running goes on to the tensor argument ``i``, which is no leaf."""
-    if torch.compiler.is_compiling():
-        return True
-    return torch._C._will_engine_execute_node(ctx.next_functions[i][0])
 
 
 class _ContiguousGrad(torch.autograd.Function):

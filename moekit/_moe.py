@@ -12,12 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moekit._dispatch import Via, combine, dispatch
 from moekit._experts import Kernels, expert_forward, experts_over_tokens
+from moekit._low_dense import low_feed_forward, low_linear
 from moekit._route import Routing, route
 from moekit._rowwise import rowwise
 from moekit.kernels import check_shapes, choose_products, elementwise
 from moekit.kernels.feed_forward import feed_forward as dense
 from moekit.kernels.permute import OneRank, expert_slots
 from moekit.mesh import local
+from moekit.precision import Precision, dense_forms, round_matrices
 from moekit.tree import check_names
 
 
@@ -28,6 +30,8 @@ def moe(
     top_k: int,
     via: Via | None = None,
     kernels: Kernels = "auto",
+    precision: Precision | None = None,
+    rounded: TensorDict | None = None,
     grad_into: TensorDict | Mapping[str, Tensor] | None = None,
     mesh: DeviceMesh | None = None,
     **route_options: Any,
@@ -47,7 +51,7 @@ def moe(
         As for :func:`moekit.route`.
     via, mesh
         As for :func:`moekit.dispatch`.
-    kernels, grad_into
+    kernels, precision, rounded, grad_into
         As for :func:`moekit.expert_forward`.
 
     Returns
@@ -68,10 +72,15 @@ def moe(
     routing = route(params["router"], x, top_k=top_k, kernels=elementwise(kernels), **route_options)
     experts, base = params["experts"], None
     if "shared" in params.keys():
-        base = feed_forward(params["shared"], x, kernels=elementwise(kernels))
+        of_shared = None if rounded is None else rounded.get("shared")
+        base = feed_forward(
+            params["shared"], x, kernels=elementwise(kernels), precision=precision, rounded=of_shared
+        )
         check_shapes("moe", **{"what the shared expert gives": (base, x.shape)})
     alone = mesh is None or (mesh.ndim == 1 and mesh.size() == 1)  # dispatch refuses a mesh of more axes
-    options: dict[str, Any] = dict(base=base, products=products, grad_into=grad_into)
+    of_experts = None if rounded is None else rounded.get("experts")
+    low: dict[str, Any] = dict(precision=precision, rounded=of_experts, grad_into=grad_into)
+    options: dict[str, Any] = dict(base=base, products=products, **low)
     if isinstance(via, rowwise):
         via.check_mesh(mesh)
         y, dropped = _through(via, experts, x, routing, options)
@@ -83,7 +92,7 @@ def moe(
         y = experts_over_tokens(experts, x, slots, routing.weights, offsets, exchange=exchange, **options)
         return y, routing
     sent = dispatch(x, routing, via=via, kernels=elementwise(kernels), mesh=mesh)
-    rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, grad_into=grad_into)
+    rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, **low)
     y = combine(rows, sent)
     return y if base is None else y + base, replace(routing, dropped=sent.dropped)
 
@@ -96,11 +105,42 @@ def _through(via: rowwise, experts: Any, x: Tensor, routing: Routing, options: d
 
 
 def feed_forward(
-    params: TensorDict | Mapping[str, Tensor], x: Float[Tensor, "*n d"], *, kernels: str = "auto"
+    params: TensorDict | Mapping[str, Tensor],
+    x: Float[Tensor, "*n d"],
+    *,
+    kernels: str = "auto",
+    precision: Precision | None = None,
+    rounded: TensorDict | None = None,
 ) -> Float[Tensor, "*n d"]:
     """Apply a dense SwiGLU feed-forward: ``gate_up`` (d, 2h), ``down`` (h, d). Pure and differentiable.
 
-    See :func:`moekit.kernels.feed_forward.feed_forward`.
+    See :func:`moekit.kernels.feed_forward.feed_forward`; ``precision`` and ``rounded`` are as for
+    :func:`moekit.expert_forward`.
     """
     check_names("feed_forward", "params", params, "gate_up", "down")
-    return dense(x, local(params["gate_up"]), local(params["down"]), kernels=kernels)
+    gate_up, down = local(params["gate_up"]), local(params["down"])
+    forms = dense_forms("feed_forward", precision, "feed_forward", x.device)
+    if forms is None:
+        return dense(x, gate_up, down, kernels=kernels)
+    assert precision is not None
+    if rounded is None:
+        rounded = round_matrices(dict(gate_up=gate_up, down=down), precision, "feed_forward")
+    return low_feed_forward(x, gate_up, down, rounded, *forms, kernels=kernels)
+
+
+def linear(
+    role: str,
+    x: Float[Tensor, "*n K"],
+    w: Float[Tensor, "K N"],
+    precision: Precision | None,
+    rounded: TensorDict | None,
+    *,
+    kernels: str,
+) -> Float[Tensor, "*n N"]:
+    """Return ``x @ w``, of operands in the format that a policy has for this role."""
+    forms = dense_forms("linear", precision, role, x.device)
+    if forms is None:
+        return x @ w
+    assert precision is not None
+    rounded = round_matrices(dict(w=w), precision, role)["w"] if rounded is None else rounded
+    return low_linear(x, w, rounded, *forms, kernels=kernels)

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from moekit._route import Routing
 from moekit.config import ModelConfig
 from moekit.kernels import check_shapes
-from moekit.kernels.one_sided import FP8, dequantise, get_each, get_sum, put, put_each, put_quantised
+from moekit.kernels.one_sided import FP8, dequantize_rows, get_each, get_sum, put, put_each, put_quantized
 from moekit.kernels.permute import gather_sum_backward
+from moekit.kernels.quantize import FP8_ROWWISE, Format, Quantized, quantize
 from moekit.kernels.row_map import RowMap, row_map
 from moekit.symmetric import Layout, SymmetricMemory
 from moekit.tree import check_values
@@ -204,20 +205,51 @@ class rowwise:
 
         Given ``ends``, where the rows of each expert here end, rows travel as ``payload`` says.
         """
+        packed = self._send(x, places, weights, packed=ends is not None)
+        rows = self.memory.tensors["rows in"].mine
+        if packed is not None and ends is not None:
+            dequantize_rows(*packed, ends, rows, kernels=self.kernels)
+        return rows, None if weights is None else self.memory.tensors["weights in"].mine.clone()
+
+    def send_rounded(
+        self,
+        x: Float[Tensor, "t d"],
+        places: Int[Tensor, "t k"],
+        form: Format,
+        weights: Float[Tensor, "t k"] | None = None,
+        *,
+        ends: Int[Tensor, " e"],
+        wide: bool = False,
+        tokens: bool = True,
+    ) -> tuple[Quantized, Float[Tensor, "r d"] | None, Float[Tensor, " r"] | None]:
+        """Return what :meth:`send` does, rounded to a format; with ``wide`` as it came, too.
+
+        ``tokens``, not gradients, may travel as ``payload`` says; where that is the format they are not
+        touched again.
+        """
+        packed = self._send(x, places, weights, packed=tokens)
+        rows = self.memory.tensors["rows in"].mine
+        if packed is not None and (wide or form != FP8_ROWWISE):
+            dequantize_rows(*packed, ends, rows, kernels=self.kernels)
+        if packed is None or form != FP8_ROWWISE:
+            packed = quantize(rows, form, end=ends, kernels=self.kernels)
+        by_row = None if weights is None else self.memory.tensors["weights in"].mine.clone()
+        return packed, rows if wide else None, by_row
+
+    def _send(self, x: Tensor, places: Tensor, weights: Tensor | None, *, packed: bool) -> Quantized | None:
+        """Write tokens to their places, and wait for those that come; return these if they came packed."""
         self._check(x, "tokens")
-        rows = self._claim("rows in")
-        packed = None if ends is None else self.memory.tensors.get("packed in")
-        if packed is None:
-            put(x, places, rows, kernels=self.kernels)
+        rows, arrived = self._claim("rows in"), None
+        if packed and self.payload:
+            to, scales = self.memory.tensors["packed in"], self.memory.tensors["scales in"]
+            put_quantized(x, places, to, scales, kernels=self.kernels)
+            arrived = Quantized(to.mine, scales.mine)
         else:
-            put_quantised(x, places, packed, self.memory.tensors["scales in"], kernels=self.kernels)
+            put(x, places, rows, kernels=self.kernels)
         if weights is not None:
             put_each(weights, places, self.memory.tensors["weights in"], kernels=self.kernels)
         self._meet("rows in")
-        if packed is not None and ends is not None:
-            scales = self.memory.tensors["scales in"]
-            dequantise(packed.mine, scales.mine, ends, rows.mine, kernels=self.kernels)
-        return rows.mine, None if weights is None else self.memory.tensors["weights in"].mine.clone()
+        return arrived
 
     def fetch(
         self,

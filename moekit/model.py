@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moekit import balance
 from moekit._dispatch import Via
 from moekit._experts import Kernels
-from moekit._moe import feed_forward, moe
+from moekit._moe import feed_forward, linear, moe
 from moekit._route import Assignment, Routing
 from moekit.batch import Batch
 from moekit.config import ModelConfig, Stage
@@ -42,6 +42,7 @@ from moekit.kernels.rms_norm import rms_norm as normed
 from moekit.losses import cross_entropy
 from moekit.mesh import local
 from moekit.params import param_shapes
+from moekit.precision import Precision
 from moekit.random import fold_in
 from moekit.tree import check_values, named
 
@@ -95,6 +96,8 @@ def attention(
     attend: Attend | None = None,
     eps: float = 1e-5,
     kernels: str = "auto",
+    precision: Precision | None = None,
+    rounded: TensorDict | None = None,
 ) -> Float[Tensor, "b s d"]:
     """Attend causally, within documents where a mask says so, with grouped queries.
 
@@ -125,6 +128,10 @@ def attention(
         ``"auto"``: on CUDA, in half precision and for usual d_head, those of
         :mod:`moekit.kernels.attention` and :mod:`moekit.kernels.qk_norm_rope`. Norms of the full width, and
         dense masks, are left to torch.
+    precision : Precision, optional
+        Its ``attention_projections`` are the products with ``qkv`` and ``out``.
+    rounded : TensorDict, optional
+        Both, from :func:`moekit.precision.round_weights`; by default they are rounded in the call.
 
     Returns
     -------
@@ -134,7 +141,12 @@ def attention(
     ----------
     Ainslie et al., GQA, 2023. https://arxiv.org/abs/2305.13245
     """
-    qkv = x @ local(params["qkv"])
+
+    def project(name: str, z: Tensor) -> Tensor:
+        low = None if rounded is None else rounded[name]
+        return linear("attention_projections", z, local(params[name]), precision, low, kernels=kernels)
+
+    qkv = project("qkv", x)
     d_head = qkv.shape[-1] // (n_heads + 2 * n_kv_heads)
     q_gain, k_gain = (local(params[x]) if x in params.keys() else None for x in ("q_norm", "k_norm"))
     heads: dict[str, Any] = dict(n_heads=n_heads, n_kv_heads=n_kv_heads, eps=eps)
@@ -144,7 +156,7 @@ def attention(
     else:
         q, k, v = qk_norm_rope(qkv, q_gain, k_gain, rope, kernels=kernels, **heads)
         out = attend_here(q, k, v, mask, kernels=kernels) if attend is None else attend(q, k, v, mask)
-    return rearrange(out, "b n s h -> b s (n h)") @ local(params["out"])
+    return project("out", rearrange(out, "b n s h -> b s (n h)"))
 
 
 def document_mask(
@@ -171,6 +183,8 @@ def transformer_block(
     attend: Attend | None = None,
     wrap: Callable[[str, Callable], Callable] = lambda name, fn: fn,
     kernels: Kernels = "auto",
+    precision: Precision | None = None,
+    rounded: TensorDict | None = None,
     **moe_options: Any,
 ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
     """Add attention, then a feed-forward or a Mixture of Experts, each with its norms, to what came in.
@@ -185,8 +199,8 @@ def transformer_block(
         where present.
     x : Float[Tensor, "b s d"]
         The residual stream.
-    config, rope, mask, attend, kernels
-        As for :func:`forward` and :func:`attention`.
+    config, rope, mask, attend, kernels, precision, rounded
+        As for :func:`forward` and :func:`attention`; what is rounded of ``layers.i``.
     wrap : callable
         ``wrap(name, fn)`` for the parts ``"attention"`` and ``"ffn"``, each with what it adds to; see
         :func:`moekit.remat`.
@@ -204,6 +218,9 @@ def transformer_block(
             f"transformer_block needs no options of moe for one without experts, got {sorted(moe_options)}"
         )
 
+    def low(part: str) -> dict[str, Any]:
+        return {"precision": precision, "rounded": None if rounded is None else rounded.get(part)}
+
     def mix(z: Tensor) -> Tensor:
         return attention(
             params["attention"],
@@ -215,11 +232,12 @@ def transformer_block(
             attend=attend,
             eps=eps,
             kernels=elementwise(kernels),
+            **low("attention"),
         )
 
     def feed(z: Tensor) -> tuple[Tensor, Routing | None]:
         if "ffn" in params.keys():
-            return feed_forward(params["ffn"], z, kernels=elementwise(kernels)), None
+            return feed_forward(params["ffn"], z, kernels=elementwise(kernels), **low("ffn")), None
         y, routing = moe(
             params["moe"],
             rearrange(z, "b s d -> (b s) d"),
@@ -230,6 +248,7 @@ def transformer_block(
             n_groups=config.n_groups,
             top_groups=config.top_groups,
             kernels=kernels,
+            **low("moe"),
             **moe_options,
         )
         return y.view(z.shape), routing
@@ -262,6 +281,8 @@ def forward(
     assignment: Assignment = "top_k",
     via: Via | None = None,
     kernels: Kernels = "auto",
+    precision: Precision | None = None,
+    rounded: TensorDict | None = None,
     grad_into: TensorDict | None = None,
     block: Callable = transformer_block,
     attention_via: AttentionVia | None = None,
@@ -294,6 +315,11 @@ def forward(
         As for :func:`moekit.route`; the key of each layer is ``fold_in(key, layer)``.
     via, kernels
         As for :func:`moekit.dispatch` and :func:`moekit.expert_forward`.
+    precision : Precision, optional
+        What is rounded to eight bits on the way, role by role.
+    rounded : TensorDict, optional
+        The weights rounded for it, from :func:`moekit.precision.round_weights`, once for as long as they stay
+        as they are; by default each call rounds them.
     grad_into : TensorDict, optional
         Buffers under the names of experts' parameters, all or some, for :func:`moekit.expert_forward`.
     block : callable
@@ -325,6 +351,8 @@ def forward(
         assertion), the sequence is longer than the RoPE table, or biases, context or grad_into do not fit.
     """
     check_kernels("forward", kernels)
+    if precision is not None:
+        precision.check(config)
     _check_params(params, config, stage)
     into = {} if grad_into is None else named(grad_into)
     if others := [name for name in into if not is_expert(name)]:
@@ -370,6 +398,9 @@ def forward(
     routings = []
     for i in stage.layers:
         options: dict[str, Any] = {"kernels": kernels} | ({} if context is None else {"attend": attend})
+        if precision is not None:
+            of_layer = None if rounded is None else rounded["layers", str(i)]
+            options |= dict(precision=precision, rounded=of_layer)
         if config.is_moe(i):
             options |= dict(
                 bias=None if biases is None else biases[i - config.n_dense_layers],

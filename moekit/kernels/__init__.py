@@ -12,6 +12,7 @@ from moekit.kernels._backend import (
     check_shapes as check_shapes,
     elementwise as elementwise,
     forget_saved as forget_saved,
+    is_asked_for as is_asked_for,
     use_triton as use_triton,
 )
 from moekit.kernels.attention import choose_attention_kernel as choose_attention_kernel

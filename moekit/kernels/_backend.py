@@ -184,3 +184,10 @@ def forget_saved(ctx: Any) -> bool:
         return False
     ctx.maybe_clear_saved_tensors()
     return not get_keep_graph()
+
+
+def is_asked_for(ctx: Any, i: int) -> bool:
+    """Say whether the backward that is running goes on to the tensor argument ``i``, which is no leaf."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._will_engine_execute_node(ctx.next_functions[i][0])

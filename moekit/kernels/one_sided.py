@@ -24,12 +24,11 @@ from moekit.kernels._backend import (
     tl,
     use_triton,
 )
+from moekit.kernels.quantize import Format, magnitude, quantize, scale_of_magnitude, to_fp8
 from moekit.symmetric import Shared
 
 Places = Int[Tensor, "t k"]
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of its numbers
-FLOOR = 1e-30  # of what is scaled to it: less than any that matters, and its inverse is finite
 
 
 def put(x: Float[Tensor, "t d"], places: Places, to: Shared, *, kernels: str = "auto") -> None:
@@ -44,42 +43,30 @@ def put(x: Float[Tensor, "t d"], places: Places, to: Shared, *, kernels: str = "
         peer[rows] = x[here.nonzero()[:, 0]]
 
 
-def put_quantised(
+def put_quantized(
     x: Float[Tensor, "t d"], places: Places, to: Shared, scales: Shared, *, kernels: str = "auto"
 ) -> None:
-    """Write tokens, as :func:`quantise` makes them, to their places in ``to`` (n, d), ``scales`` (n, g).
+    """Write tokens, rounded to float8_e4m3fn in g runs, to their places in ``to`` (n, d), ``scales`` (n, g).
 
     ``to`` is of float8_e4m3fn, ``scales`` of float32, and g divides d.
     """
-    _check("put_quantised", x, places, to)
+    _check("put_quantized", x, places, to)
     if scales.mine.shape[0] != len(to.mine) or x.shape[1] % scales.mine.shape[1]:
         raise ValueError(
-            f"put_quantised needs scales (n, g) for n={len(to.mine)} rows and g that divides {x.shape[1]}, "
+            f"put_quantized needs scales (n, g) for n={len(to.mine)} rows and g that divides {x.shape[1]}, "
             f"got {tuple(scales.mine.shape)}"
         )
-    if use_triton("put_quantised", kernels, x):
-        torch.ops.moekit.put_quantised(x, places, to.mine, to.addresses, scales.mine, scales.addresses)
+    if use_triton("put_quantized", kernels, x):
+        torch.ops.moekit.put_quantized(x, places, to.mine, to.addresses, scales.mine, scales.addresses)
         return
-    q, s = quantise(x, scales.mine.shape[1])
+    q, s = quantize(x, Format(block=x.shape[1] // scales.mine.shape[1]), kernels="torch")
     for (peer, here, rows), of_rows in zip(_by_rank(places, to), scales.peers, strict=True):
         token = here.nonzero()[:, 0]
         peer.view(torch.uint8)[rows] = q.view(torch.uint8)[token]
         of_rows[rows] = s[token]
 
 
-def quantise(x: Float[Tensor, "t d"], g: int) -> tuple[Shaped[Tensor, "t d"], Float[Tensor, "t g"]]:
-    """Return rows in float8_e4m3fn, and float32 scales: the largest magnitude of each of g runs, by 448.
-
-    Of a run with a number that is not finite the scale is NaN.
-    """
-    runs = x.float().unflatten(1, (g, x.shape[1] // g))
-    largest = runs.abs().amax(-1, keepdim=True).clamp_min(FLOOR)
-    bound = torch.full_like(largest, LARGEST)  # torch multiplies by the inverse of a number
-    scales = torch.where(largest.isfinite(), largest / bound, torch.nan)
-    return (runs * (bound / largest)).flatten(1).to(FP8), scales[..., 0]
-
-
-def dequantise(
+def dequantize_rows(
     rows: Shaped[Tensor, "n d"],
     scales: Float[Tensor, "n g"],
     ends: Int[Tensor, " e"],
@@ -88,8 +75,8 @@ def dequantise(
     kernels: str = "auto",
 ) -> None:
     """Write rows times their scales into ``out``, those before the last of ``ends``; others are undefined."""
-    if use_triton("dequantise", kernels, out):
-        torch.ops.moekit.dequantise(rows, scales, ends, out)
+    if use_triton("dequantize_rows", kernels, out):
+        torch.ops.moekit.dequantize_rows(rows, scales, ends, out)
         return
     n, g = scales.shape
     out.copy_((rows.float().view(n, g, -1) * scales[..., None]).flatten(1))
@@ -179,8 +166,8 @@ def _(x, places, mine, addresses):
     return None
 
 
-@operator("moekit::put_quantised", mutates_args=("mine", "scales"))
-def _put_quantised_op(
+@operator("moekit::put_quantized", mutates_args=("mine", "scales"))
+def _put_quantized_op(
     x: Tensor, places: Tensor, mine: Tensor, addresses: Tensor, scales: Tensor, addresses_of_scales: Tensor
 ) -> None:
     x, places = x.contiguous(), places.contiguous()
@@ -189,29 +176,29 @@ def _put_quantised_op(
     if places.numel() and d:
         block = next_power_of_2(d // g)
         runs = max(1, min(next_power_of_2(g), COLUMNS // block))  # short ones together
-        _put_quantised[(t, -(-g // runs))](
+        _put_quantized[(t, -(-g // runs))](
             *(x, places, addresses, addresses_of_scales, len(mine)),
-            **dict(d=d, k=places.shape[1], g=g, LARGEST=LARGEST, FLOOR=FLOOR, RUNS=runs, BLOCK=block),
+            **dict(d=d, k=places.shape[1], g=g, RUNS=runs, BLOCK=block),
             INTERPRETED=INTERPRETED,
             num_warps=8 if block > COLUMNS else 4,
         )
 
 
-@_put_quantised_op.register_fake
+@_put_quantized_op.register_fake
 def _(x, places, mine, addresses, scales, addresses_of_scales):
     return None
 
 
-@operator("moekit::dequantise", mutates_args=("out",))
-def _dequantise_op(rows: Tensor, scales: Tensor, ends: Tensor, out: Tensor) -> None:
+@operator("moekit::dequantize_rows", mutates_args=("out",))
+def _dequantize_rows_op(rows: Tensor, scales: Tensor, ends: Tensor, out: Tensor) -> None:
     (n, d), ends = rows.shape, ends.contiguous()
     if rows.numel():
         block = min(next_power_of_2(d), 4096)
         grid = (n, -(-d // block))
-        _dequantise[grid](rows, scales, ends, out, len(ends), d=d, g=scales.shape[1], BLOCK=block)
+        _dequantize_rows[grid](rows, scales, ends, out, len(ends), d=d, g=scales.shape[1], BLOCK=block)
 
 
-@_dequantise_op.register_fake
+@_dequantize_rows_op.register_fake
 def _(rows, scales, ends, out):
     return None
 
@@ -286,19 +273,9 @@ def _put(x, places, addresses, n, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.co
 
 
 @jit
-def _round_to_fp8(value):
-    # The interpreter's cast rounds ties up, loses carries and cuts small numbers off; of these it has none.
-    bits = value.to(tl.int32, bitcast=True)
-    near = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # to three bits behind the first
-    small = ((tl.abs(value) + 16384.0) - 16384.0).to(tl.int32, bitcast=True)  # to multiples of 2**-9
-    near = tl.where(tl.abs(value) < 0.015625, small | (bits & -0x80000000), near)
-    return near.to(tl.float32, bitcast=True)
-
-
-@jit
-def _put_quantised(
+def _put_quantized(
     x, places, addresses, addresses_of_scales, n,
-    d: tl.constexpr, k: tl.constexpr, g: tl.constexpr, LARGEST: tl.constexpr, FLOOR: tl.constexpr,
+    d: tl.constexpr, k: tl.constexpr, g: tl.constexpr,
     RUNS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -306,15 +283,8 @@ def _put_quantised(
     column = run[:, None] * (d // g) + inside[None, :]
     valid = (run < g)[:, None] & (inside < d // g)[None, :]
     value = tl.load(x + token * d + column, mask=valid, other=0.0).to(tl.float32)
-    # As integers, whose order is that of magnitudes with NaN above all: a maximum of floats would lose it.
-    bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    largest = bits.to(tl.float32, bitcast=True)
-    largest = tl.where(largest < FLOOR, FLOOR, largest)
-    scale = tl.where(largest < float("inf"), tl.div_rn(largest, LARGEST), float("nan"))
-    value *= tl.div_rn(LARGEST, largest)[:, None]
-    if INTERPRETED:
-        value = _round_to_fp8(value)
-    value = value.to(tl.float8e4nv)
+    scale, inverse = scale_of_magnitude(tl.max(magnitude(value), 1))
+    value = to_fp8(value * inverse[:, None], INTERPRETED)
     for j in tl.static_range(k):
         place = tl.load(places + token * k + j)
         if place >= 0:
@@ -325,7 +295,7 @@ def _put_quantised(
 
 
 @jit
-def _dequantise(rows, scales, ends, out, e, d: tl.constexpr, g: tl.constexpr, BLOCK: tl.constexpr):
+def _dequantize_rows(rows, scales, ends, out, e, d: tl.constexpr, g: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(ends + e - 1):
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -13,7 +13,25 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from moekit.kernels._backend import check_shapes, jit, next_power_of_2, operator, tl, use_triton
+from moekit.kernels._backend import (
+    INTERPRETED,
+    check_shapes,
+    jit,
+    next_power_of_2,
+    operator,
+    tl,
+    use_triton,
+)
+from moekit.kernels.quantize import (
+    Format,
+    Quantized,
+    has_kernel,
+    magnitude,
+    quantize,
+    scale_of_magnitude,
+    to_fp8,
+    warps_of_row,
+)
 
 Slots = Int[Tensor, "t k"]
 
@@ -119,6 +137,21 @@ def scatter(x: Float[Tensor, "t d"], slots: Slots, *, kernels: str = "auto") -> 
     return x[invert(slots.flatten()) // slots.shape[1]]
 
 
+def scatter_quantized(
+    x: Float[Tensor, "t d"], slots: Slots, form: Format, *, wide: bool = False, kernels: str = "auto"
+) -> tuple[Quantized, Float[Tensor, "r d"] | None]:
+    """Return what :func:`scatter` does, each row rounded to a format; with ``wide`` as it is, too."""
+    check_shapes("scatter_quantized", x=(x, (len(slots), x.shape[-1])))
+    if has_kernel("scatter_quantized", form, x, kernels):
+        values, scales, rows = torch.ops.moekit.scatter_quantized(x, slots, wide)
+        return Quantized(values, scales[:, None]), rows if wide else None
+    q = quantize(x, form, kernels="torch")
+    token = invert(slots.flatten()) // slots.shape[1]
+    values = q.values.view(torch.uint8)[token].view(form.elements)
+    scales = q.scales.view(torch.uint8)[token].view(q.scales.dtype)
+    return Quantized(values, scales), x[token] if wide else None
+
+
 def gather_sum(
     rows: Float[Tensor, "r d"],
     slots: Slots,
@@ -165,6 +198,12 @@ def gather_sum_backward(
     return by_route[invert(slots.flatten())], (wide[:, None] * rows[slots]).sum(-1)
 
 
+def _by_row(weights: Tensor | None, slots: Slots) -> Tensor | None:
+    if weights is None:
+        return None
+    return torch.empty_like(weights).view(-1).scatter_(0, slots.flatten(), weights.flatten())
+
+
 class OneRank(NamedTuple):
     """How an expert layer exchanges rows with itself; as :class:`moekit.rowwise` does with other ranks."""
 
@@ -175,10 +214,23 @@ class OneRank(NamedTuple):
     ) -> tuple[Tensor, Tensor | None]:
         """Return rows in expert order, and their weights."""
         del ends  # all rows are there
-        by_row = None
-        if weights is not None:
-            by_row = torch.empty_like(weights).view(-1).scatter_(0, slots.flatten(), weights.flatten())
-        return scatter(x, slots, kernels=self.kernels), by_row
+        return scatter(x, slots, kernels=self.kernels), _by_row(weights, slots)
+
+    def send_rounded(
+        self,
+        x: Tensor,
+        slots: Slots,
+        form: Format,
+        weights: Tensor | None = None,
+        *,
+        ends: Tensor,
+        wide: bool = False,
+        tokens: bool = True,
+    ) -> tuple[Quantized, Tensor | None, Tensor | None]:
+        """Return rows in a format, with ``wide`` as they are, too, and their weights."""
+        del ends, tokens  # all rows are there, and nothing travels
+        low, rows = scatter_quantized(x, slots, form, wide=wide, kernels=self.kernels)
+        return low, rows, _by_row(weights, slots)
 
     def outgoing(self) -> None:
         """Say that rows can be anywhere."""
@@ -191,6 +243,49 @@ class OneRank(NamedTuple):
             None if rows is None else gather_sum(rows, slots, base=base, kernels=self.kernels),
             None if each is None else each[slots],
         )
+
+
+class Arrived(NamedTuple):
+    """An exchange of rows that some dispatch has sent, and some combine fetches."""
+
+    kernels: str
+
+    def send(
+        self, x: Tensor, slots: Slots | None, weights: Tensor | None = None, *, ends: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the rows."""
+        del slots, ends
+        return x.contiguous(), weights
+
+    def send_rounded(
+        self,
+        x: Tensor,
+        slots: Slots | None,
+        form: Format,
+        weights: Tensor | None = None,
+        *,
+        ends: Tensor,
+        wide: bool = False,
+        tokens: bool = True,
+    ) -> tuple[Quantized, Tensor | None, Tensor | None]:
+        """Return rows in a format, with ``wide`` as they are, too."""
+        del slots, tokens
+        return quantize(x, form, end=ends, kernels=self.kernels), x.contiguous() if wide else None, weights
+
+    def outgoing(self) -> None:
+        """Say that rows can be anywhere."""
+
+    def fetch(
+        self,
+        rows: Tensor | None,
+        slots: Slots | None,
+        *,
+        base: Tensor | None = None,
+        each: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the rows."""
+        del slots, base
+        return rows, each
 
 
 # --- Launches -------------------------------------------------------------------------
@@ -250,6 +345,29 @@ def _scatter_op(x: Tensor, slots: Tensor) -> Tensor:
 @_scatter_op.register_fake
 def _rows_like(x, slots):
     return x.new_empty(slots.numel(), x.shape[1])
+
+
+@operator("moekit::scatter_quantized")
+def _scatter_quantized_op(x: Tensor, slots: Tensor, wide: bool) -> tuple[Tensor, Tensor, Tensor]:
+    x, slots = x.contiguous(), slots.contiguous()
+    values, scales, rows = outputs = _quantized_rows_like(x, slots, wide)
+    if values.numel():
+        block = next_power_of_2(x.shape[1])
+        _scatter_quantized[(len(x),)](
+            *(x, slots, values, scales, rows, x.shape[1], slots.shape[1]),
+            **dict(WIDE=wide, INTERPRETED=INTERPRETED, BLOCK=block, num_warps=warps_of_row(block)),
+        )
+    return outputs
+
+
+@_scatter_quantized_op.register_fake
+def _quantized_rows_like(x, slots, wide):
+    r, d = slots.numel(), x.shape[1]
+    return (
+        x.new_empty(r, d, dtype=torch.float8_e4m3fn),
+        x.new_empty(r, dtype=torch.float32),
+        x.new_empty(r if wide else 0, d),
+    )
 
 
 @operator("moekit::gather_sum")
@@ -332,6 +450,24 @@ def _scatter(x, slots, rows, d: tl.constexpr, k: tl.constexpr, BLOCK: tl.constex
     for j in tl.static_range(k):
         slot = tl.load(slots + token * k + j)
         tl.store(rows + slot * d + column, value, mask=column < d, cache_modifier=".cs")
+
+
+@jit
+def _scatter_quantized(
+    x, slots, values, scales, rows, d: tl.constexpr, k: tl.constexpr,
+    WIDE: tl.constexpr, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    value = tl.load(x + token * d + column, mask=column < d, other=0.0)
+    scale, inverse = scale_of_magnitude(tl.max(magnitude(value.to(tl.float32))))
+    low = to_fp8(value.to(tl.float32) * inverse, INTERPRETED)
+    for j in tl.static_range(k):
+        slot = tl.load(slots + token * k + j)
+        tl.store(values + slot * d + column, low, mask=column < d, cache_modifier=".cs")
+        tl.store(scales + slot, scale)
+        if WIDE:
+            tl.store(rows + slot * d + column, value, mask=column < d, cache_modifier=".cs")
 
 
 @jit

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from exchanges import D, K, hurried, layers, make_mesh, make_params, tokens
 
 import moekit as mk
-from moekit.kernels.one_sided import FP8, dequantise, put_quantised
+from moekit.kernels.one_sided import FP8, dequantize_rows, put_quantized
 from moekit.symmetric import Shared
 from moekit.testing import check_transport, ranks
 
@@ -110,10 +110,10 @@ def test_rows_in_float8_have_the_bits_of_the_reference(d, g, dtype):
             Shared(mine, (mine,), torch.tensor([mine.data_ptr()], device="cuda"))
             for mine in (torch.zeros(n, d, device="cuda").to(FP8), torch.zeros(n, g, device="cuda"))
         )
-        put_quantised(x, places, to, scales, kernels=kernels)
+        put_quantized(x, places, to, scales, kernels=kernels)
         out = torch.zeros(n, d, device="cuda", dtype=dtype)
         ends = torch.tensor([3, n], device="cuda", dtype=torch.int32)
-        dequantise(to.mine, scales.mine, ends, out, kernels=kernels)
+        dequantize_rows(to.mine, scales.mine, ends, out, kernels=kernels)
         found.append((scales.mine.nan_to_num(-1.0), out.nan_to_num(-1.0)))
     for got, want in zip(*found, strict=True):
         assert torch.equal(got, want)

@@ -6,14 +6,14 @@ from reference import draw
 
 from moekit.kernels.one_sided import (
     FP8,
-    dequantise,
+    dequantize_rows,
     get_each,
     get_sum,
     put,
     put_each,
-    put_quantised,
-    quantise,
+    put_quantized,
 )
+from moekit.kernels.quantize import Format, quantize
 from moekit.symmetric import Shared
 
 pytest.importorskip("triton")
@@ -95,9 +95,9 @@ def nearest_by_hand(x, g):
 
 @pytest.mark.parametrize("g", [1, 2, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_quantised_rows_are_the_nearest_numbers_of_each_runs_scale(g, dtype):
+def test_quantized_rows_are_the_nearest_numbers_of_each_runs_scale(g, dtype):
     x = of_any_size(7, 40, dtype)
-    q, s = quantise(x, g)
+    q, s = quantize(x, Format(block=x.shape[1] // g))
     assert q.dtype == FP8 and s.shape == (7, g) and q.float().abs().amax() == 448
     got = q.double() * s.double().repeat_interleave(40 // g, 1)
     torch.testing.assert_close(got, nearest_by_hand(x, g), rtol=1e-6, atol=0)
@@ -108,13 +108,13 @@ def test_quantised_rows_are_the_nearest_numbers_of_each_runs_scale(g, dtype):
     ("d", "g", "dtype"),
     [(1500, 1, torch.bfloat16), (40, 1, torch.float32), (160, 5, torch.bfloat16), (96, 3, torch.float32)],
 )
-def test_quantised_rows_land_with_their_scales_and_are_read_back(kernels, d, g, dtype):
+def test_quantized_rows_land_with_their_scales_and_are_read_back(kernels, d, g, dtype):
     x = of_any_size(5, 2 * d, dtype)[:, ::2].clone()
     x[1] = 0.0
     x[3, 1:3] = torch.tensor([1e-38, -1e-33], dtype=dtype)
     to, scales = shared(4, d, dtype=FP8, fill=-7.0), shared(4, g, fill=-7.0)
-    put_quantised(x, PLACES, to, scales, kernels=kernels)
-    q, s = quantise(x, g)
+    put_quantized(x, PLACES, to, scales, kernels=kernels)
+    q, s = quantize(x, Format(block=x.shape[1] // g))
     assert not q[1].float().any()
     want, of_rows = torch.full((12, d), -7.0).to(FP8), torch.full((12, g), -7.0)
     for token, places in enumerate(PLACES.tolist()):
@@ -124,7 +124,7 @@ def test_quantised_rows_land_with_their_scales_and_are_read_back(kernels, d, g, 
     assert torch.equal(torch.cat([peer.view(torch.uint8) for peer in to.peers]), want.view(torch.uint8))
     assert torch.equal(torch.cat(scales.peers), of_rows)
     out = torch.full((4, d), -7.0, dtype=dtype)
-    dequantise(to.peers[2], scales.peers[2], torch.tensor([1, 4, 4]).int(), out, kernels=kernels)
+    dequantize_rows(to.peers[2], scales.peers[2], torch.tensor([1, 4, 4]).int(), out, kernels=kernels)
     rows = want[8:].float() * of_rows[8:].repeat_interleave(d // g, 1)
     # The interpreter rounds to bfloat16 without carries.
     inexact = kernels == "triton" and dtype == torch.bfloat16
@@ -137,9 +137,9 @@ def test_a_run_with_a_number_that_is_not_finite_becomes_nan_and_no_other(kernels
     x = draw(5, 16, dtype=torch.bfloat16)
     x[0, 3] = number
     to, scales = shared(4, 16, dtype=FP8), shared(4, 2)
-    put_quantised(x, PLACES, to, scales, kernels=kernels)
+    put_quantized(x, PLACES, to, scales, kernels=kernels)
     out = torch.zeros(4, 16)
-    dequantise(to.peers[1], scales.peers[1], torch.tensor([4]).int(), out, kernels=kernels)
+    dequantize_rows(to.peers[1], scales.peers[1], torch.tensor([4]).int(), out, kernels=kernels)
     assert out[1, :8].isnan().all() and out[1, 8:].isfinite().all()  # token 0
     assert out[[0, 2, 3]].isfinite().all()
 
@@ -148,5 +148,5 @@ def test_a_run_with_a_number_that_is_not_finite_becomes_nan_and_no_other(kernels
 def test_rows_beyond_the_last_end_are_not_read(n):
     rows, scales = torch.ones(4, 8).to(FP8), torch.ones(4, 1)
     out = torch.full((4, 8), -7.0)
-    dequantise(rows, scales, torch.tensor([0, n]).int(), out, kernels="triton")
+    dequantize_rows(rows, scales, torch.tensor([0, n]).int(), out, kernels="triton")
     assert (out[:n] == 1).all() and (out[n:] == -7).all()

@@ -10,7 +10,7 @@ from moekit.kernels.attention import Documents, attention_of_qkv, causal_attenti
 from moekit.kernels.cross_entropy import cross_entropy_
 from moekit.kernels.feed_forward import feed_forward
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
-from moekit.kernels.one_sided import get_each, get_sum, put, put_each, put_quantised
+from moekit.kernels.one_sided import get_each, get_sum, put, put_each, put_quantized
 from moekit.kernels.permute import expert_slots, gather_sum, gather_sum_backward, scatter, to_tokens
 from moekit.kernels.qk_norm_rope import qk_norm_rope
 from moekit.kernels.rms_norm import rms_norm
@@ -73,8 +73,8 @@ CALLS = [
         "put needs tokens of the rows' torch.bfloat16, got torch.float32",
     ),
     (
-        lambda k: put_quantised(f(5, 8), SLOTS, rows(10, 8), rows(10, 3), kernels=k),
-        "put_quantised needs scales (n, g) for n=10 rows and g that divides 8, got (10, 3)",
+        lambda k: put_quantized(f(5, 8), SLOTS, rows(10, 8), rows(10, 3), kernels=k),
+        "put_quantized needs scales (n, g) for n=10 rows and g that divides 8, got (10, 3)",
     ),
     (lambda k: put_each(f(5, 1), SLOTS, rows(10), kernels=k), "put_each needs values (5, 2), got (5, 1)"),
     (lambda k: get_sum(rows(10, 8), SLOTS, f(5, 1), kernels=k), "get_sum needs weights (5, 2), got (5, 1)"),

@@ -1,0 +1,292 @@
+"""Numbers in eight bits, with scales kept beside them.
+
+A :class:`Format` says which numbers share a scale, along the last dim: all of a row, with a float32 scale, or
+runs of 32, with a power of two, as the OCP Microscaling specification has it. What a product sums over comes
+last, so that its scales are those of whole rows, or of runs of its sums.
+
+Axes: n any, d features, b scales of a row, r rows in the order of E groups, R the same padded.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from moekit.kernels._backend import INTERPRETED, jit, next_power_of_2, operator, tl, use_triton
+
+SMALLEST = (
+    1e-30  # of what is scaled to the largest element: less than any that matters; its inverse is finite
+)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How numbers are stored.
+
+    Attributes
+    ----------
+    elements : torch.dtype
+        ``float8_e4m3fn``, whose largest is 448, or ``float8_e5m2``, 57,344.
+    block : int, optional
+        Numbers of the last dim that share a scale; ``None``: all of them.
+    rounding : {"floor", "ceil"}, optional
+        ``None``: a scale is float32, the largest magnitude by the largest element. Else it is a power of two
+        in ``float8_e8m0fnu``: the largest magnitude, rounded to one, by that of the largest element. Rounded
+        down, as the specification has it, what is above the largest element becomes it; rounded up, nothing
+        is.
+
+    References
+    ----------
+    OCP Microscaling Formats (MX) Specification 1.0, 2023.
+    """
+
+    elements: torch.dtype = torch.float8_e4m3fn
+    block: int | None = None
+    rounding: Literal["floor", "ceil"] | None = None
+
+    @property
+    def largest(self) -> float:
+        """The largest element."""
+        return torch.finfo(self.elements).max
+
+    def n_scales(self, d: int) -> int:
+        """Return how many scales a row of ``d`` numbers has.
+
+        Raises
+        ------
+        ValueError
+            Unless whole blocks make up the row.
+        """
+        if self.block is None:
+            return 1
+        if d % self.block:
+            raise ValueError(f"quantize needs a last dim that is a multiple of {self.block}, got {d}")
+        return d // self.block
+
+
+FP8_ROWWISE = Format()
+MXFP8 = Format(block=32, rounding="ceil")
+
+
+class Quantized(NamedTuple):
+    """Elements, and the scale that each run of the last dim is to be multiplied by."""
+
+    values: Shaped[Tensor, "*n d"]
+    scales: Shaped[Tensor, "*n b"]
+
+
+def quantize(
+    x: Float[Tensor, "*n d"], form: Format, *, end: Int[Tensor, " E"] | None = None, kernels: str = "auto"
+) -> Quantized:
+    """Round to a format along the last dim. Not differentiable.
+
+    A run with a number that is not finite has the scale NaN; one of zeros comes back as zeros.
+
+    Parameters
+    ----------
+    end : Int[Tensor, " E"], optional
+        Its last element is where valid rows of an ``x`` (n, d) end; those past it are undefined.
+    kernels : {"auto", "torch", "triton"}
+        One Triton kernel for :data:`FP8_ROWWISE`; for other formats ``"triton"`` is refused.
+
+    Raises
+    ------
+    ValueError
+        Unless whole blocks make up the last dim.
+    """
+    if has_kernel("quantize", form, x, kernels):
+        rows = x.reshape(-1, x.shape[-1])
+        values, scales = torch.ops.moekit.quantize_rows(rows, end)
+        return Quantized(values.view(x.shape), scales.view(*x.shape[:-1], 1))
+    d = x.shape[-1]
+    n_scales = form.n_scales(d)
+    runs = x.float().unflatten(-1, (n_scales, d // n_scales))
+    largest = runs.abs().amax(-1, keepdim=True)
+    if form.rounding is None:
+        scales, inverse = scale_of(largest, form)
+        values = runs * inverse
+    else:
+        exponent = _exponents(largest, form)
+        scales = exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
+        # As a float32 of that exponent: of 255, what is not finite, infinity; 2**-127 has none of its own.
+        values = runs / (exponent << 23).view(torch.float32).where(exponent > 0, 2.0**-127)
+    values = values.clamp(-form.largest, form.largest)  # some casts saturate, some make NaN
+    return Quantized(values.flatten(-2).to(form.elements), scales[..., 0])
+
+
+def has_kernel(who: str, form: Format, x: Tensor, kernels: str) -> bool:
+    """Say whether a function that makes numbers of a format from ``x`` runs its Triton kernel.
+
+    Raises
+    ------
+    ValueError
+        Where ``"triton"`` is asked for and cannot run.
+    """
+    if form != FP8_ROWWISE:
+        if kernels == "triton":
+            raise ValueError(f"{who} needs kernels='torch' or 'auto' for {form}, got 'triton'")
+        return False
+    if not use_triton(who, kernels, x):
+        return False
+    if x.is_cuda and not has_fp8(x.device):  # its rounding would be made of many instructions
+        if kernels == "triton":
+            raise ValueError(f"{who} needs compute capability 8.9 or more for kernels='triton'; take 'torch'")
+        return False
+    return True
+
+
+@functools.cache
+def has_fp8(device: torch.device) -> bool:
+    """Say whether a CUDA device converts to eight bits in one instruction."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def scale_of(largest: Float[Tensor, "*n"], form: Format) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"]]:
+    """Return the float32 scale of what has these largest magnitudes, and what it is multiplied by first."""
+    largest = largest.float().clamp_min(SMALLEST)
+    bound = torch.full_like(largest, form.largest)  # torch would multiply by the inverse of a number
+    return torch.where(largest.isfinite(), largest / bound, torch.nan), bound / largest
+
+
+def _exponents(largest: Float[Tensor, "*n"], form: Format) -> Int[Tensor, "*n"]:
+    """Return the scales' exponents plus 127, from 0 to 254, or 255 for what is not finite."""
+    bits = largest.view(torch.int32)
+    exponent = bits >> 23
+    finite = exponent < 255
+    if form.rounding == "ceil":
+        exponent = exponent + ((bits & 0x7FFFFF) > 0)
+    of_largest = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}[form.elements]
+    return (exponent - of_largest).clamp_min(0).where(finite, 255)
+
+
+def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Float[Tensor, "*n d"]:
+    """Return elements times scales. Exact in bfloat16 for powers of two, where that has the exponents."""
+    d, n_scales = q.values.shape[-1], q.scales.shape[-1]
+    runs = q.values.to(dtype).unflatten(-1, (n_scales, d // n_scales if n_scales else 0))
+    return (runs * q.scales.to(dtype)[..., None]).flatten(-2)
+
+
+class Columns(NamedTuple):
+    """Rows of groups, transposed and rounded along their rows, for products that sum over these.
+
+    Groups stand apart: each begins at a multiple of what it is padded to, with zeros.
+    """
+
+    values: Shaped[Tensor, "d R"]
+    scales: Shaped[Tensor, "d b"]  # of each block of 32; or of each group, b = E
+    ends: Int[Tensor, " E"]  # of the padded groups, int32
+
+    def wide(self, dtype: torch.dtype) -> Float[Tensor, "R d"]:
+        """Return the padded rows again, elements times scales."""
+        if self.scales.dtype == torch.float8_e8m0fnu:
+            return dequantize(Quantized(self.values, self.scales), dtype).T
+        of = _groups(torch.arange(self.values.shape[1], device=self.ends.device), self.ends)
+        return (self.values.to(dtype) * self.scales[:, of].to(dtype)).T
+
+
+def quantize_columns(x: Float[Tensor, "r d"], offsets: Int[Tensor, " E"], form: Format) -> Columns:
+    """Round each column of each group of rows to a format. Not differentiable; no host sync.
+
+    Rows past the last offset may be anything, and are left out. Groups are padded to the block, or to 16, as
+    the hardware's products need.
+    """
+    (r, d), e, pad = x.shape, len(offsets), form.block or 16
+    counts = offsets.diff(prepend=offsets.new_zeros(1))
+    padded = (counts + pad - 1) // pad * pad
+    ends = padded.cumsum(0)
+    shift = (ends - padded) - (offsets - counts)  # of each group
+    room = -(-r // pad) * pad + e * pad  # for any counts
+    row = torch.arange(r, device=x.device)
+    inside = row < offsets[-1]
+    at = (row + shift[_groups(row, offsets)]).where(inside, room)
+    columns = x.new_zeros(room + 1, d).index_copy_(0, at, x.where(inside[:, None], 0))[:room].T
+    if form.block is not None:
+        q = quantize(columns, form)
+        return Columns(q.values, q.scales, ends.int())
+    of = _groups(torch.arange(room, device=x.device), ends)
+    largest = x.new_zeros(d, e).index_reduce_(1, of, columns.abs(), "amax")
+    scales, inverse = scale_of(largest, form)
+    values = (columns.float() * inverse[:, of]).clamp(-form.largest, form.largest)
+    return Columns(values.to(form.elements), scales, ends.int())
+
+
+def _groups(row: Int[Tensor, " r"], ends: Int[Tensor, " E"]) -> Int[Tensor, " r"]:
+    """Return the group of each row; of those past the end, the last."""
+    return torch.searchsorted(ends, row, right=True).clamp_max(len(ends) - 1)
+
+
+# --- Launches and kernels -------------------------------------------------------------
+
+
+@operator("moekit::quantize_rows")
+def _quantize_op(x: Tensor, end: Tensor | None) -> tuple[Tensor, Tensor]:
+    x, end = x.contiguous(), None if end is None else end.contiguous()
+    values, scales = _quantized_like(x, end)
+    if values.numel():
+        block = next_power_of_2(x.shape[1])
+        _quantize[(len(x),)](
+            *(x, end, values, scales, x.shape[1], 0 if end is None else len(end)),
+            **dict(INTERPRETED=INTERPRETED, BLOCK=block, num_warps=warps_of_row(block)),
+        )
+    return values, scales
+
+
+@_quantize_op.register_fake
+def _quantized_like(x, end):
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), dtype=torch.float32)
+
+
+def warps_of_row(block: int) -> int:
+    """Return the warps of a program that holds a row: 16 or 32 numbers a thread."""
+    return max(1, min(16, block // 512))
+
+
+@jit
+def magnitude(value):
+    """Return float32 magnitudes as integers, in whose order NaN is above all: a maximum keeps it."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@jit
+def scale_of_magnitude(bits):
+    """Return the scale of what has this largest magnitude, and what it is multiplied by; as scale_of."""
+    largest = bits.to(tl.float32, bitcast=True)
+    largest = tl.where(largest < 1e-30, 1e-30, largest)
+    scale = tl.where(largest < float("inf"), tl.div_rn(largest, 448.0), float("nan"))
+    return scale, tl.div_rn(448.0, largest)
+
+
+@jit
+def to_fp8(value, INTERPRETED: tl.constexpr):
+    """Round float32 numbers up to 448 to float8_e4m3fn."""
+    if INTERPRETED:
+        value = _round_to_fp8(value)
+    return value.to(tl.float8e4nv)
+
+
+@jit
+def _round_to_fp8(value):
+    # The interpreter's cast rounds ties up, loses carries and cuts small numbers off; of these it has none.
+    bits = value.to(tl.int32, bitcast=True)
+    near = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # to three bits behind the first
+    small = ((tl.abs(value) + 16384.0) - 16384.0).to(tl.int32, bitcast=True)  # to multiples of 2**-9
+    near = tl.where(tl.abs(value) < 0.015625, small | (bits & -0x80000000), near)
+    return near.to(tl.float32, bitcast=True)
+
+
+@jit
+def _quantize(
+    x, end, values, scales, d: tl.constexpr, n_ends, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    if end is not None:
+        if row >= tl.load(end + n_ends - 1):
+            return
+    column = tl.arange(0, BLOCK)
+    value = tl.load(x + row * d + column, mask=column < d, other=0.0).to(tl.float32)
+    scale, inverse = scale_of_magnitude(tl.max(magnitude(value)))
+    tl.store(values + row * d + column, to_fp8(value * inverse, INTERPRETED), mask=column < d)
+    tl.store(scales + row, scale)

@@ -1,0 +1,273 @@
+"""Which numbers each part of a model computes with: a policy, role by role, and the rounded weights it needs.
+
+    precision = mk.precision.FP8_ROWWISE
+    print(precision.describe("cuda"))
+    (loss, stats), grads = grad_fn(params, batch, precision=precision)
+
+Axes: E experts, K and N a matrix's dims, b scales.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from tensordict import TensorDict
+from torch import Tensor
+
+from moekit._low_experts import LowProducts
+from moekit.config import ModelConfig
+from moekit.kernels import Products
+from moekit.kernels.quantize import FP8_ROWWISE as FP8, MXFP8 as MX, Format, quantize
+from moekit.kernels.scaled_mm import why_emulated
+from moekit.tree import held, named, nested
+
+FORMATS = {
+    "fp8_rowwise": FP8,
+    "mxfp8": MX,
+    "mxfp8_floor": replace(MX, rounding="floor"),
+    "mxfp8_e5m2": replace(MX, elements=torch.float8_e5m2),
+}
+Role = Literal["fp8_rowwise", "mxfp8", "mxfp8_floor", "mxfp8_e5m2"] | None
+
+# What is not rounded, and why.
+STAYS = {
+    "router": "a rounded score sends a token to other experts",
+    "attention": "a softmax of rounded scores loses more than its share of the time",
+    "norms": "they are bound by memory, and all that follows depends on them",
+    "head": "the loss is made of small differences between its logits",
+    "combine_payload": "a token's sum over its experts would be rounded once more for each",
+    "gradient_accumulation": "what is small against the sum would vanish",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The format of each role; ``None``: the dtype of the tensors that come, bfloat16 say.
+
+    Frozen and hashable. Roles that are never rounded take one value alone, so that a policy names them.
+
+    Attributes
+    ----------
+    attention_projections, feed_forward : str, optional
+        Queries', keys', values' and the output projection; dense layers and shared experts: their products
+        and the gradients of what these read.
+    dense_weight_grad : str, optional
+        Gradients of both's weights, which sum over tokens.
+    experts_forward, experts_input_grad, experts_weight_grad : str, optional
+        The routed experts' products.
+    saved_activations : str, optional
+        What experts keep for their backward, the first product; hidden rows are made from it again.
+    dispatch_payload : {"fp8_rowwise"}, optional
+        Tokens on their way to other ranks; the transport needs it too (``mk.rowwise(payload=...)``).
+    router, gradient_accumulation : {"float32"}
+    attention, norms, head, combine_payload : None
+    emulate : bool
+        Where a device has no units for a format, multiply the rounded numbers as wider ones: exact, and
+        slower than no rounding at all. Without it that is refused.
+
+    Raises
+    ------
+    ValueError
+        For a format that a role does not have.
+    """
+
+    attention_projections: Role = None
+    feed_forward: Role = None
+    dense_weight_grad: Role = None
+    experts_forward: Role = None
+    experts_input_grad: Role = None
+    experts_weight_grad: Role = None
+    saved_activations: Role = None
+    dispatch_payload: Literal["fp8_rowwise"] | None = None
+    router: Literal["float32"] = "float32"
+    gradient_accumulation: Literal["float32"] = "float32"
+    attention: None = None
+    norms: None = None
+    head: None = None
+    combine_payload: None = None
+    emulate: bool = False
+
+    def __post_init__(self):
+        for role in _roles(self):
+            value, allowed = getattr(self, role), _allowed(role)
+            if value not in allowed:
+                why = f": {STAYS[role]}" if role in STAYS else ""
+                raise ValueError(
+                    f"Precision needs {role} of {', '.join(map(repr, allowed))}, got {value!r}{why}"
+                )
+
+    def form(self, role: str) -> Format | None:
+        """Return the format of a role."""
+        return FORMATS.get(getattr(self, role))
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise ``ValueError`` for a role that a model has no part for."""
+        experts = [role for role in ROLES if role.startswith(("experts", "saved", "dispatch"))]
+        missing = [] if config.n_moe_layers else experts
+        if not config.n_dense_layers and not config.d_shared:
+            missing = [*missing, "feed_forward"]
+        if matches_nothing := [role for role in missing if getattr(self, role)]:
+            raise ValueError(
+                f"Precision needs roles that the model has, got {', '.join(matches_nothing)}; leave them out"
+            )
+
+    def describe(self, device: str | torch.device = "cpu") -> str:
+        """Return a table: each role, its format, and whether the device has units for it."""
+        lines = []
+        for role in _roles(self):
+            form = self.form(role)
+            if role in STAYS:
+                said = f"{getattr(self, role) or 'as the tensors'}, {STAYS[role]}"
+            elif form is None:
+                said = "as the tensors"
+            elif role in STORED:
+                said = f"{getattr(self, role)}, stored"
+            elif why := why_emulated(form, torch.device(device)):
+                said = f"{getattr(self, role)}, {'emulated' if self.emulate else 'REFUSED'}: {why}"
+            else:
+                said = f"{getattr(self, role)}, native"
+            lines.append(f"{role:<24}{said}")
+        return "\n".join(lines)
+
+    __str__ = describe
+
+
+def _roles(policy: Precision) -> list[str]:
+    return [field.name for field in fields(policy) if field.name != "emulate"]
+
+
+def _allowed(role: str) -> tuple[Any, ...]:
+    if role in STAYS:
+        return ("float32",) if role in ("router", "gradient_accumulation") else (None,)
+    return (None, "fp8_rowwise") if role == "dispatch_payload" else (None, *FORMATS)
+
+
+ROLES = tuple(role for role in _roles(Precision()) if role not in STAYS)  # that can be rounded
+STORED = ("saved_activations", "dispatch_payload")  # nothing multiplies them as they are
+
+BF16 = Precision()
+
+
+def everywhere(form: Role, **changes: Any) -> Precision:
+    """Return a policy of one format for all products but weights' gradients, and ``changes``."""
+    products = Precision(
+        attention_projections=form,
+        feed_forward=form,
+        experts_forward=form,
+        experts_input_grad=form,
+        emulate=changes.pop("emulate", False),
+    )
+    return replace(products, **changes)
+
+
+FP8_ROWWISE = everywhere("fp8_rowwise")
+MXFP8 = everywhere("mxfp8", emulate=True)
+PRESETS = {"bf16": BF16, "fp8_rowwise": FP8_ROWWISE, "mxfp8": MXFP8}
+
+
+# --- Experts --------------------------------------------------------------------------
+
+
+def low_products(
+    who: str, policy: Precision | None, plain: Products, device: torch.device
+) -> LowProducts | None:
+    """Return the formats of the experts' operands; None where the policy rounds none.
+
+    Raises
+    ------
+    ValueError
+        Where a format would have to be emulated and the policy does not say so.
+    """
+    if policy is None:
+        return None
+    roles = ("experts_forward", "experts_input_grad", "experts_weight_grad", "saved_activations")
+    forward, input_grad, weight_grad, saved = (_form_on(who, policy, role, device) for role in roles)
+    low = LowProducts(forward, input_grad, weight_grad, saved, plain)
+    return low if any(low[:-1]) else None
+
+
+def _form_on(who: str, policy: Precision, role: str, device: torch.device) -> Format | None:
+    form = policy.form(role)
+    if form is None or role in STORED or policy.emulate:
+        return form
+    if why := why_emulated(form, device):
+        raise ValueError(
+            f"{who} needs a device's units for {role}={getattr(policy, role)!r}: {why}; take another format, "
+            "or a Precision with emulate=True, exact and slow"
+        )
+    return form
+
+
+def dense_forms(
+    who: str, policy: Precision | None, role: str, device: torch.device
+) -> tuple[Format, Format | None] | None:
+    """Return the formats of dense products and of their weights' gradients; None for none."""
+    if policy is None:
+        return None
+    form, weight_grad = (_form_on(who, policy, name, device) for name in (role, "dense_weight_grad"))
+    return None if form is None else (form, weight_grad)
+
+
+# --- Weights, rounded once ------------------------------------------------------------
+
+
+@torch.no_grad()
+def round_weights(params: TensorDict, policy: Precision) -> TensorDict:
+    """Round all matrices that a policy says, for as long as they stay as they are: once a step.
+
+    Pure; not differentiable, nor need it be: gradients go to ``params``. Each rank rounds what it holds.
+
+    Returns
+    -------
+    TensorDict
+        Under the names of ``params``, of those that are rounded: ``forward`` and ``input_grad``, each with
+        ``values`` and ``scales``. For ``rounded=`` of :func:`moekit.next_token_loss` and what it calls.
+    """
+    return nested(
+        {
+            name: round_matrix(held(w), policy, role)
+            for name, w in named(params).items()
+            if (role := _role_of(name)) and any(_forms_of(policy, role))
+        }
+    )
+
+
+def _role_of(name: str) -> str | None:
+    """Return the role of a parameter's products, of its dotted name."""
+    *path, leaf = name.split(".")
+    if leaf in ("qkv", "out"):
+        return "attention_projections"
+    if leaf in ("gate_up", "down"):
+        return "experts" if path[-1] == "experts" else "feed_forward"
+    return None
+
+
+def round_matrices(matrices: Mapping[str, Tensor], policy: Precision, role: str) -> TensorDict:
+    """Round the matrices of one role by name; see :func:`round_matrix`."""
+    return TensorDict({name: round_matrix(w.detach(), policy, role) for name, w in matrices.items()})
+
+
+def round_matrix(w: Float[Tensor, "*E K N"], policy: Precision, role: str = "experts") -> TensorDict:
+    """Round a matrix, or one of each expert, for its products: ``forward`` and ``input_grad`` where they are.
+
+    The product sums over K and its input's gradient over N, so there is one of each; both together take the
+    memory of bfloat16.
+
+    Returns
+    -------
+    TensorDict
+        Of either, ``values`` (*E, N, K) or (*E, K, N), and ``scales`` (*E, N, b) or (*E, K, b).
+    """
+    forward, input_grad = _forms_of(policy, role)
+    of = {"forward": (w.mT, forward), "input_grad": (w, input_grad)}
+    return TensorDict(
+        {name: quantize(x.contiguous(), form)._asdict() for name, (x, form) in of.items() if form is not None}
+    )
+
+
+def _forms_of(policy: Precision, role: str) -> tuple[Format | None, Format | None]:
+    if role == "experts":
+        return policy.form("experts_forward"), policy.form("experts_input_grad")
+    return policy.form(role), policy.form(role)
