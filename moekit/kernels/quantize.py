@@ -90,7 +90,7 @@ def quantize(
     end : Int[Tensor, " E"], optional
         Its last element is where valid rows of an ``x`` (n, d) end; those past it are undefined.
     kernels : {"auto", "torch", "triton"}
-        One Triton kernel for :data:`FP8_ROWWISE`; for other formats ``"triton"`` is refused.
+        One Triton kernel for :data:`FP8_ROWWISE`; other formats are plain torch.
 
     Raises
     ------
@@ -118,24 +118,9 @@ def quantize(
 
 
 def has_kernel(who: str, form: Format, x: Tensor, kernels: str) -> bool:
-    """Say whether a function that makes numbers of a format from ``x`` runs its Triton kernel.
-
-    Raises
-    ------
-    ValueError
-        Where ``"triton"`` is asked for and cannot run.
-    """
-    if form != FP8_ROWWISE:
-        if kernels == "triton":
-            raise ValueError(f"{who} needs kernels='torch' or 'auto' for {form}, got 'triton'")
-        return False
-    if not use_triton(who, kernels, x):
-        return False
-    if x.is_cuda and not has_fp8(x.device):  # its rounding would be made of many instructions
-        if kernels == "triton":
-            raise ValueError(f"{who} needs compute capability 8.9 or more for kernels='triton'; take 'torch'")
-        return False
-    return True
+    """Say whether a function that makes numbers of a format from ``x`` runs its Triton kernel."""
+    triton = use_triton(who, kernels, x)
+    return triton and form == FP8_ROWWISE and (not x.is_cuda or has_fp8(x.device))
 
 
 @functools.cache
@@ -205,12 +190,12 @@ def quantize_columns(x: Float[Tensor, "r d"], offsets: Int[Tensor, " E"], form: 
     columns = x.new_zeros(room + 1, d).index_copy_(0, at, x.where(inside[:, None], 0))[:room].T
     if form.block is not None:
         q = quantize(columns, form)
-        return Columns(q.values, q.scales, ends.int())
+        return Columns(q.values.contiguous(), q.scales, ends.int())
     of = _groups(torch.arange(room, device=x.device), ends)
     largest = x.new_zeros(d, e).index_reduce_(1, of, columns.abs(), "amax")
     scales, inverse = scale_of(largest, form)
     values = (columns.float() * inverse[:, of]).clamp(-form.largest, form.largest)
-    return Columns(values.to(form.elements), scales, ends.int())
+    return Columns(values.to(form.elements).contiguous(), scales, ends.int())
 
 
 def _groups(row: Int[Tensor, " r"], ends: Int[Tensor, " E"]) -> Int[Tensor, " r"]:
