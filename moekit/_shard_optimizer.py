@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from moekit.mesh import all_reduce, describe_place, place, ranks_of
 from moekit.optim import Optimizer, Scaled, check_names
-from moekit.tree import held, in_turn, map_named, named, on_mesh
+from moekit.tree import held, in_turn, is_hollow, map_named, named, on_mesh
 
 
 def shard_optimizer(
@@ -103,6 +103,11 @@ def shard_optimizer(
     @torch.no_grad()
     def init(params: TensorDict) -> TensorDict:
         plans = {name: plan_of(name, p) for name, p in named(params).items()}
+        if empty := [name for name, p in named(params).items() if is_hollow(p)]:
+            raise ValueError(
+                f"shard_optimizer needs parameters with values for its masters, got hollow ones, {empty[0]} "
+                "among them; call init before moekit.precision.hollow"
+            )
         master = map_named(lambda name, p: plans[name].wrap(plans[name].part(held(p)), like=p), params)
         return TensorDict({"master": master, "inner": optimizer.init(master)})
 
@@ -151,6 +156,8 @@ def shard_optimizer(
 
         todo = []
         for name, plan in plans.items():
+            if is_hollow(leaves[name]):
+                continue  # made from the masters elsewhere
             if plan.whole:
                 held(leaves[name]).copy_(held(master[name]))
             else:

@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moekit.tree import is_hollow
+
 FORMAT, VERSION, MANIFEST = "moekit checkpoint", 1, "manifest.json"
 _INDEX, _PARTIAL, _DAMAGED = ".metadata", ".partial-", ".damaged"  # the index is DCP's
 Tree = Mapping | TensorDictBase
@@ -51,6 +53,7 @@ def save(path: str | os.PathLike, tree: Tree, *, config: Any = None, mesh: Devic
         Tensors and DTensors (any mesh, ``Replicate`` and ``Shard``), named by their keys joined with "."; a
         part without a tensor (step, data position) is one value of plain JSON. Values and plain tensors must
         be the same on all ranks that have them; ranks may have different names, as pipeline stages do.
+        Hollow parameters (:func:`moekit.precision.hollow`) are left out.
     config : dataclass or mapping, optional
         What makes this model this model, for `load` to compare.
     mesh : DeviceMesh, optional
@@ -72,6 +75,7 @@ def save(path: str | os.PathLike, tree: Tree, *, config: Any = None, mesh: Devic
             raise ValueError(f"save needs a new folder, but {path} exists; choose another path or delete it")
         leaves = _union(found)
         manifest["config"] = _plain(config)
+        manifest["hollow"] = [n for n, leaf in leaves.items() if "hollow" in leaf]
         manifest["values"] = {n: json.loads(leaf["value"]) for n, leaf in leaves.items() if "value" in leaf}
         manifest["tensors"] = {
             n: {"shape": leaf["shape"], "dtype": leaf["dtype"]}
@@ -140,7 +144,8 @@ def load(
     path : path
         The checkpoint.
     tree : nested mapping or TensorDict
-        All names that were saved and no others. What stands in the place of a value does not matter.
+        All names that were saved and no others. What stands in the place of a value does not matter; hollow
+        parameters stay so, whether they were saved or not.
     config : dataclass or mapping, optional
         Must equal what was saved; None is not compared.
     only : str or collection of str, optional
@@ -420,7 +425,8 @@ def _within(name: str, only: Collection[str] | None) -> bool:
 def _tensors(tree: Tree, only: Collection[str] | None) -> dict[str, Tensor]:
     leaves: list[tuple[str, Any]] = []
     _map(lambda *leaf: leaves.append(leaf), tree)
-    return {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor) and _within(name, only)}
+    held = {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor) and _within(name, only)}
+    return {name: leaf for name, leaf in held.items() if not is_hollow(leaf)}
 
 
 def _describe(tree: Tree, only: Collection[str] | None, mesh: DeviceMesh | None, *, contents: bool) -> Leaves:
@@ -433,6 +439,9 @@ def _describe(tree: Tree, only: Collection[str] | None, mesh: DeviceMesh | None,
             return
         if name in leaves:
             faults.append(f"{name}: there twice")
+        if isinstance(leaf, Tensor) and is_hollow(leaf):
+            leaves[name] = {"hollow": True}
+            return
         if isinstance(leaf, Tensor):
             leaves[name] = {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}
             if leaf.is_meta:
@@ -490,7 +499,14 @@ def _misfits(manifest: dict, wanted: Leaves, only: Collection[str] | None, cast:
         if not any(_within(name, [prefix]) for name in {**saved, **wanted}):
             yield f"{prefix}: asked for by only=, and nowhere"
     for name in {**wanted, **saved}:
-        if name not in saved:
+        if "hollow" in wanted.get(name, ()):
+            continue
+        if name in manifest.get("hollow", ()):
+            yield (
+                f"{name}: hollow in the checkpoint, of a run that had it in eight bits alone; read the rest "
+                "(only=) and make it from its master"
+            )
+        elif name not in saved:
             yield f"{name}: missing in the checkpoint"
         elif name not in wanted:
             yield f"{name}: unused, as the tree has no such name (only= reads a part)"

@@ -7,6 +7,7 @@
 Axes: E experts, K and N a matrix's dims, b scales.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -15,13 +16,14 @@ import torch
 from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from moekit._low_experts import LowProducts
 from moekit.config import ModelConfig
 from moekit.kernels import Products
-from moekit.kernels.quantize import FP8_ROWWISE as FP8, MXFP8 as MX, Format, quantize
+from moekit.kernels.quantize import FP8_ROWWISE as FP8, MXFP8 as MX, Format, Quantized, quantize
 from moekit.kernels.scaled_mm import why_emulated
-from moekit.tree import held, named, nested
+from moekit.tree import held, map_named, named, nested, on_mesh
 
 FORMATS = {
     "fp8_rowwise": FP8,
@@ -215,23 +217,42 @@ def dense_forms(
 
 @torch.no_grad()
 def round_weights(params: TensorDict, policy: Precision) -> TensorDict:
-    """Round all matrices that a policy says, for as long as they stay as they are: once a step.
+    """Round all matrices that a policy rounds, for as long as they stay as they are: once a step.
 
-    Pure; not differentiable, nor need it be: gradients go to ``params``. Each rank rounds what it holds.
+    Of parameters, or of the float32 masters of :func:`moekit.shard_optimizer`: what other ranks hold of a
+    matrix then comes in eight bits. Not differentiable, nor need it be: gradients go to the parameters.
+    Collective over the axes that shard a matrix, but not its experts.
 
     Returns
     -------
     TensorDict
-        Under the names of ``params``, of those that are rounded: ``forward`` and ``input_grad``, each with
-        ``values`` and ``scales``. For ``rounded=`` of :func:`moekit.next_token_loss` and what it calls.
+        Under the names of ``params``, of those that are rounded, this rank's ``forward`` and ``input_grad``,
+        each with ``values`` and ``scales``: ``rounded=`` of :func:`moekit.next_token_loss` and what it calls.
     """
     return nested(
         {
-            name: round_matrix(held(w), policy, role)
+            name: round_matrix(w, policy, role)
             for name, w in named(params).items()
             if (role := _role_of(name)) and any(_forms_of(policy, role))
         }
     )
+
+
+def hollow(params: TensorDict, policy: Precision) -> TensorDict:
+    """Return parameters in which those that a policy rounds for both their products have no memory.
+
+    They keep shape, dtype and placement, get gradients, and read as zeros: the products need
+    ``rounded=round_weights(masters, policy)``. :func:`moekit.shard_optimizer` leaves them alone, once it has
+    made its masters, and a checkpoint leaves them out.
+    """
+
+    def empty(name: str, w: Tensor) -> Tensor:
+        role = _role_of(name)
+        if role is None or not all(_forms_of(policy, role)):
+            return w
+        return on_mesh(held(w).new_zeros(()).expand(held(w).shape), like=w)
+
+    return map_named(empty, params)
 
 
 def _role_of(name: str) -> str | None:
@@ -253,7 +274,7 @@ def round_matrix(w: Float[Tensor, "*E K N"], policy: Precision, role: str = "exp
     """Round a matrix, or one of each expert, for its products: ``forward`` and ``input_grad`` where they are.
 
     The product sums over K and its input's gradient over N, so there is one of each; both together take the
-    memory of bfloat16.
+    memory of bfloat16. Collective where the matrix is sharded, as :func:`round_weights` is.
 
     Returns
     -------
@@ -262,12 +283,46 @@ def round_matrix(w: Float[Tensor, "*E K N"], policy: Precision, role: str = "exp
     """
     forward, input_grad = _forms_of(policy, role)
     of = {"forward": (w.mT, forward), "input_grad": (w, input_grad)}
-    return TensorDict(
-        {name: quantize(x.contiguous(), form)._asdict() for name, (x, form) in of.items() if form is not None}
-    )
+    return TensorDict({name: _round(x, form)._asdict() for name, (x, form) in of.items() if form is not None})
 
 
 def _forms_of(policy: Precision, role: str) -> tuple[Format | None, Format | None]:
     if role == "experts":
         return policy.form("experts_forward"), policy.form("experts_input_grad")
     return policy.form(role), policy.form(role)
+
+
+def _round(w: Tensor, form: Format) -> Quantized:
+    """Round along the last dim; of a matrix that ranks share, the whole comes back, in eight bits."""
+    rows, summed = (
+        [isinstance(w, DTensor) and p.is_shard(dim) for p in (w.placements if isinstance(w, DTensor) else ())]
+        for dim in (w.ndim - 2, w.ndim - 1)
+    )
+    local = held(w).contiguous()
+    if not isinstance(w, DTensor) or not any(rows + summed):
+        return quantize(local, form)
+    mesh, placements = w.device_mesh, w.placements
+
+    def whole(x: Tensor, last: int, placements=placements) -> Tensor:
+        shape = torch.Size((*w.shape[:-1], last))
+        bytes_ = x.view(torch.uint8) if x.element_size() == 1 else x  # which any backend sends
+        meta = torch.empty(shape, device="meta")
+        part = DTensor.from_local(
+            bytes_, mesh, placements, run_check=False, shape=shape, stride=meta.stride()
+        )
+        to = [Replicate() if a or b else p for p, a, b in zip(placements, rows, summed, strict=True)]
+        return held(part.redistribute(placements=to)).view(x.dtype)
+
+    if not any(summed):
+        q = quantize(local, form)
+        return Quantized(whole(q.values, w.shape[-1]), whole(q.scales, q.scales.shape[-1]))
+    if form.block is None:
+        largest = local.abs().amax(-1, keepdim=True)
+        of_all = [Partial("max") if s else p for p, s in zip(placements, summed, strict=True)]
+        q = quantize(local, form, largest=whole(largest, 1, of_all))
+        return Quantized(whole(q.values, w.shape[-1]), q.scales)
+    n = math.prod(mesh.size(i) for i, s in enumerate(summed) if s)
+    if -(-w.shape[-1] // n) % form.block:  # blocks that ranks share
+        return quantize(whole(local, w.shape[-1]), form)
+    q = quantize(local, form)
+    return Quantized(whole(q.values, w.shape[-1]), whole(q.scales, form.n_scales(w.shape[-1])))

@@ -89,6 +89,11 @@ def check_names(who: str, what: str, tree: Mapping[str, Any] | TensorDict, *name
         raise ValueError(f"{who} needs {what} with {', '.join(names)}, got {got}")
 
 
+def is_hollow(x: Tensor) -> bool:
+    """Whether a leaf stands for a parameter that has no memory; see :func:`moekit.precision.hollow`."""
+    return x.numel() > 1 and not any(held(x).stride())
+
+
 def has_values(x: Tensor) -> bool:
     """Whether there are numbers in a tensor: not on the meta device, and not in a dry run."""
     return not (x.is_meta or isinstance(x, FakeTensor))

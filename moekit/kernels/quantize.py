@@ -79,7 +79,12 @@ class Quantized(NamedTuple):
 
 
 def quantize(
-    x: Float[Tensor, "*n d"], form: Format, *, end: Int[Tensor, " E"] | None = None, kernels: str = "auto"
+    x: Float[Tensor, "*n d"],
+    form: Format,
+    *,
+    end: Int[Tensor, " E"] | None = None,
+    largest: Float[Tensor, "*n 1"] | None = None,
+    kernels: str = "auto",
 ) -> Quantized:
     """Round to a format along the last dim. Not differentiable.
 
@@ -89,6 +94,8 @@ def quantize(
     ----------
     end : Int[Tensor, " E"], optional
         Its last element is where valid rows of an ``x`` (n, d) end; those past it are undefined.
+    largest : Float[Tensor, "*n 1"], optional
+        The largest magnitudes of the rows that ``x`` is a part of, where a row shares a scale.
     kernels : {"auto", "torch", "triton"}
         One Triton kernel for :data:`FP8_ROWWISE`; other formats are plain torch.
 
@@ -97,14 +104,18 @@ def quantize(
     ValueError
         Unless whole blocks make up the last dim.
     """
-    if has_kernel("quantize", form, x, kernels):
+    if largest is None and has_kernel("quantize", form, x, kernels):
         rows = x.reshape(-1, x.shape[-1])
         values, scales = torch.ops.moekit.quantize_rows(rows, end)
         return Quantized(values.view(x.shape), scales.view(*x.shape[:-1], 1))
     d = x.shape[-1]
     n_scales = form.n_scales(d)
     runs = x.float().unflatten(-1, (n_scales, d // n_scales))
-    largest = runs.abs().amax(-1, keepdim=True)
+    if largest is None:
+        largest = runs.abs().amax(-1, keepdim=True)
+    else:
+        assert form.block is None
+        largest = largest.unsqueeze(-1)
     if form.rounding is None:
         scales, inverse = scale_of(largest, form)
         values = runs * inverse
