@@ -19,7 +19,7 @@ from moekit.kernels import check_shapes, choose_products, elementwise
 from moekit.kernels.feed_forward import feed_forward as dense
 from moekit.kernels.permute import OneRank, expert_slots
 from moekit.mesh import local
-from moekit.precision import Precision, dense_forms, round_matrices
+from moekit.precision import Precision, check_payload, dense_forms, round_matrices
 from moekit.tree import check_names
 
 
@@ -77,6 +77,7 @@ def moe(
             params["shared"], x, kernels=elementwise(kernels), precision=precision, rounded=of_shared
         )
         check_shapes("moe", **{"what the shared expert gives": (base, x.shape)})
+    check_payload("moe", precision, getattr(via, "payload", None))
     alone = mesh is None or (mesh.ndim == 1 and mesh.size() == 1)  # dispatch refuses a mesh of more axes
     of_experts = None if rounded is None else rounded.get("experts")
     low: dict[str, Any] = dict(precision=precision, rounded=of_experts, grad_into=grad_into)

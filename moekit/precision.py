@@ -92,6 +92,8 @@ class Precision:
     emulate: bool = False
 
     def __post_init__(self):
+        if self.emulate not in (True, False):
+            raise ValueError(f"Precision needs emulate of True or False, got {self.emulate!r}")
         for role in _roles(self):
             value, allowed = getattr(self, role), _allowed(role)
             if value not in allowed:
@@ -110,6 +112,8 @@ class Precision:
         missing = [] if config.n_moe_layers else experts
         if not config.n_dense_layers and not config.d_shared:
             missing = [*missing, "feed_forward"]
+        if not (self.attention_projections or self.feed_forward):
+            missing = [*missing, "dense_weight_grad"]
         if matches_nothing := [role for role in missing if getattr(self, role)]:
             raise ValueError(
                 f"Precision needs roles that the model has, got {', '.join(matches_nothing)}; leave them out"
@@ -188,6 +192,16 @@ def low_products(
     forward, input_grad, weight_grad, saved = (_form_on(who, policy, role, device) for role in roles)
     low = LowProducts(forward, input_grad, weight_grad, saved, plain)
     return low if any(low[:-1]) else None
+
+
+def check_payload(who: str, policy: Precision | None, payload: torch.dtype | None) -> None:
+    """Raise ``ValueError`` unless tokens travel as the policy says: the transport is made before it."""
+    wanted = None if policy is None else policy.form("dispatch_payload")
+    if wanted is not None and payload != wanted.elements:
+        raise ValueError(
+            f"{who} needs a transport with payload={wanted.elements} for a policy with dispatch_payload, got "
+            f"payload={payload}; pass via=mk.rowwise(..., payload={wanted.elements})"
+        )
 
 
 def _form_on(who: str, policy: Precision, role: str, device: torch.device) -> Format | None:

@@ -1,0 +1,276 @@
+"""A policy, and what layers and models do under it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from reference import draw, flat, refuses
+from tensordict import TensorDict
+
+import moekit as mk
+from moekit import checkpoint, config, precision
+from moekit.batch import make_batch
+from moekit.kernels.quantize import dequantize, quantize
+from moekit.precision import BF16, FORMATS, MXFP8, Precision, everywhere, hollow, round_weights
+
+T, D, H, N_EXPERTS, K = 96, 64, 32, 8, 2
+FP8 = everywhere("fp8_rowwise", emulate=True)
+MODEL = config.toy(mk.preset("bench-8L", n_experts=N_EXPERTS))
+EXPERTS = ("experts_forward", "experts_input_grad", "experts_weight_grad", "saved_activations")
+
+
+def decibels(got, want):
+    noise = sum(((a.double() - b.double()) ** 2).sum() for a, b in zip(got, want, strict=True))
+    return (10 * (sum((b.double() ** 2).sum() for b in want) / noise).log10()).item()
+
+
+def layer(policy, dtype=torch.float32, **options):
+    """Return output and gradients (tokens, router, both matrices) of a layer whose routing is given."""
+    x, router = draw(T, D, dtype=dtype), draw(D, N_EXPERTS, seed=1, dtype=dtype) * D**-0.5
+    gate_up = draw(N_EXPERTS, D, 2 * H, seed=2, dtype=dtype) * D**-0.5
+    down = draw(N_EXPERTS, H, D, seed=3, dtype=dtype) * H**-0.5
+    leaves = [z.requires_grad_() for z in (x, router, gate_up, down)]
+    params = {"router": router, "experts": {"gate_up": gate_up, "down": down}}
+    fixed = dict(assignment="random", key=mk.random.make_key(4))
+    y, _ = mk.moe(params, x, top_k=K, precision=policy, **fixed, **options)
+    return y, *torch.autograd.grad(y, leaves, draw(T, D, seed=5, dtype=dtype))
+
+
+# --- The policy -----------------------------------------------------------------------
+
+
+def test_a_policy_says_of_each_role_what_it_is_and_why():
+    said = dict(line.split(None, 1) for line in str(replace(FP8, saved_activations="mxfp8")).splitlines())
+    assert said["experts_forward"].startswith("fp8_rowwise, emulated: a device of type cpu has no units")
+    assert said["saved_activations"] == "mxfp8, stored"
+    assert said["experts_weight_grad"] == "as the tensors"
+    assert said["router"] == "float32, a rounded score sends a token to other experts"
+    assert said["head"].startswith("as the tensors, the loss is made of small differences")
+    assert "REFUSED" in str(precision.FP8_ROWWISE) and "REFUSED" not in str(BF16)
+
+
+@pytest.mark.parametrize(
+    ("role", "value", "message"),
+    [
+        ("experts_forward", "fp4", "Precision needs experts_forward of None, 'fp8_rowwise', 'mxfp8'"),
+        ("router", "mxfp8", "got 'mxfp8': a rounded score sends a token to other experts"),
+        ("gradient_accumulation", "bf16", "gradient_accumulation of 'float32', got 'bf16'"),
+        ("head", "fp8_rowwise", "Precision needs head of None, got 'fp8_rowwise'"),
+        ("dispatch_payload", "mxfp8", "Precision needs dispatch_payload of None, 'fp8_rowwise', got 'mxfp8'"),
+        ("emulate", "yes", "Precision needs emulate of True or False, got 'yes'"),
+    ],
+)
+def test_a_format_that_a_role_does_not_have_is_refused(role, value, message, unchecked):
+    with refuses(message):
+        Precision(**{role: value})
+
+
+def test_an_entry_that_matches_nothing_is_refused():
+    with pytest.raises(TypeError, match="experts_froward"):
+        Precision(experts_froward="mxfp8")
+    dense = replace(MODEL, n_dense_layers=MODEL.n_layers)
+    with refuses("Precision needs roles that the model has, got experts_forward, experts_input_grad"):
+        MXFP8.check(dense)
+    bare = replace(MODEL, n_dense_layers=0, d_shared=0)
+    with refuses("Precision needs roles that the model has, got feed_forward"):
+        MXFP8.check(bare)
+    with refuses("got dense_weight_grad"):  # of products that are not rounded
+        Precision(dense_weight_grad="mxfp8", emulate=True).check(MODEL)
+    with refuses("dispatch_payload"):
+        layer(Precision(dispatch_payload="fp8_rowwise"))
+
+
+def test_hardware_without_the_format_is_named_unless_it_may_be_emulated():
+    with refuses("needs a device's units for experts_forward='fp8_rowwise': a device of type cpu has no"):
+        layer(precision.FP8_ROWWISE)
+    saved = layer(Precision(saved_activations="fp8_rowwise"))  # nothing multiplies it
+    assert decibels(saved[1:], layer(None)[1:]) > 25
+
+
+# --- A layer --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("form", "least"), [("fp8_rowwise", 24.0), ("mxfp8", 24.0), ("mxfp8_floor", 22.5)])
+def test_gradients_of_a_layer_have_their_signal_to_noise(form, least, dtype):
+    want = layer(None)
+    got = layer(everywhere(form, emulate=True), dtype)
+    assert least < decibels(got[1:], want[1:]) < least + 4
+    assert all(g.dtype == dtype for g in got)
+
+
+@pytest.mark.parametrize("role", EXPERTS)
+def test_each_role_alone_rounds_what_it_says_and_no_more(role):
+    want, got = layer(None), layer(Precision(**{role: "mxfp8"}, emulate=True))
+    y, tokens, _, gate_up, down = (decibels([a], [b]) for a, b in zip(got, want, strict=True))
+    exact = 100
+    assert (y > exact) == (role != "experts_forward")
+    assert (tokens > exact) == (role == "experts_weight_grad")
+    assert min(gate_up, down) < 40
+
+
+def by_hand(x, gate_up, down, form):
+    """The forward of one expert, every operand rounded along what is summed over."""
+
+    def rounded(z):
+        return dequantize(quantize(z.contiguous(), FORMATS[form]), torch.float64)
+
+    gate, up = (rounded(x) @ rounded(gate_up.mT).mT).chunk(2, -1)
+    return rounded((torch.nn.functional.silu(gate) * up).float()) @ rounded(down.mT).mT
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_expert_multiplies_rounded_rows_with_rounded_weights(form):
+    x, experts = draw(40, D, dtype=torch.float32), TensorDict()
+    experts["gate_up"] = draw(2, D, 2 * H, seed=1, dtype=torch.float32) * D**-0.5
+    experts["down"] = draw(2, H, D, seed=2, dtype=torch.float32) * H**-0.5
+    ends = torch.tensor([25, 40]).int()
+    got = mk.expert_forward(experts, x, ends, precision=everywhere(form, emulate=True))
+    parts = [
+        by_hand(rows, gate_up, down, form)
+        for rows, gate_up, down in zip(x.split([25, 15]), experts["gate_up"], experts["down"], strict=True)
+    ]
+    want = torch.cat(parts)
+    assert decibels([got], [want]) > 50  # a hidden number may fall to the other side
+
+
+@pytest.mark.parametrize("weight_grad", [None, "fp8_rowwise"])
+def test_weights_gradients_go_to_buffers_that_are_given(weight_grad):
+    policy = replace(FP8, experts_weight_grad=weight_grad)
+    want = layer(policy)
+    params = {"gate_up": torch.ones(N_EXPERTS, D, 2 * H), "down": torch.ones(N_EXPERTS, H, D)}
+    x, router = draw(T, D, dtype=torch.float32), draw(D, N_EXPERTS, seed=1, dtype=torch.float32) * D**-0.5
+    experts = {
+        "gate_up": draw(N_EXPERTS, D, 2 * H, seed=2, dtype=torch.float32) * D**-0.5,
+        "down": draw(N_EXPERTS, H, D, seed=3, dtype=torch.float32) * H**-0.5,
+    }
+    for w in experts.values():
+        w.requires_grad_()
+    fixed = dict(assignment="random", key=mk.random.make_key(4))
+    layer_params = {"router": router, "experts": experts}
+    y, _ = mk.moe(layer_params, x, top_k=K, precision=policy, grad_into=params, **fixed)
+    y.backward(draw(T, D, seed=5, dtype=torch.float32))
+    assert all(w.grad is None for w in experts.values())
+    torch.testing.assert_close(params["gate_up"] - 1, want[3], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(params["down"] - 1, want[4], rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_give_what_plain_torch_does():
+    pytest.importorskip("triton")
+    got, want = layer(FP8, kernels="triton"), layer(FP8, kernels="torch")
+    y, tokens, router, gate_up, down = (decibels([a], [b]) for a, b in zip(got, want, strict=True))
+    assert min(y, gate_up, down) > 100
+    assert min(tokens, router) > 20  # kernels find the routing weights' gradient behind a rounded product
+
+
+def test_a_graph_that_is_retained_gives_the_same_gradients_again():
+    x = draw(T, D, dtype=torch.float32).requires_grad_()
+    experts = {
+        "gate_up": draw(N_EXPERTS, D, 2 * H, dtype=torch.float32),
+        "down": draw(N_EXPERTS, H, D, dtype=torch.float32),
+    }
+    params = {"router": draw(D, N_EXPERTS, dtype=torch.float32), "experts": experts}
+    for kernels in ("torch", "triton"):
+        y, _ = mk.moe(params, x, top_k=K, precision=FP8, kernels=kernels)
+        first, second = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
+        assert torch.equal(first, second)
+
+
+# --- A model --------------------------------------------------------------------------
+
+
+def batch(n=2, length=32):
+    tokens = torch.randint(MODEL.vocab_size, (n, length + 1), generator=torch.Generator().manual_seed(1))
+    return mk.count_tokens(make_batch(tokens, torch.zeros_like(tokens), torch.arange(n)))
+
+
+def loss_and_grads(params, policy, **options):
+    options |= dict(config=MODEL, assignment="random", key=mk.random.make_key(0), precision=policy)
+    grad_fn = mk.value_and_grad(mk.next_token_loss, has_aux=True)
+    (loss, _), grads = grad_fn(params, batch(), **options)
+    return loss, flat(grads)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return mk.init_params(MODEL, seed=0, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "policy", [FP8, replace(MXFP8, saved_activations="mxfp8", dense_weight_grad="mxfp8")]
+)
+def test_a_model_reads_weights_rounded_once_and_hollow_ones_alike(policy, params):
+    loss, grads = loss_and_grads(params, policy)
+    rounded = round_weights(params, policy)
+    for given in (params, hollow(params, policy)):
+        again, same = loss_and_grads(given, policy, rounded=rounded)
+        assert torch.equal(loss, again) and all(torch.equal(grads[name], same[name]) for name in grads)
+
+
+def test_rounding_reaches_every_product_it_names_and_nothing_else(params):
+    _, want = loss_and_grads(params, None)
+    _, got = loss_and_grads(params, FP8)
+    assert 5 < decibels([got[n] for n in want], want.values()) < 15  # of eight layers, one after another
+    matrices = {name for name in want if name.split(".")[-1] in ("qkv", "out", "gate_up", "down")}
+    sizes = {name for name, w in flat(params).items() if w.ndim > 1}
+    assert sizes - matrices == {name for name in sizes if "router" in name or name in ("embedding", "head")}
+    named = {name.rsplit(".", 2)[0] for name in flat(round_weights(params, FP8))}
+    assert named == matrices
+
+
+def test_rounded_weights_are_kept_in_the_memory_of_bfloat16(params):
+    rounded = flat(round_weights(params, FP8))
+    n_bytes = sum(x.numel() * x.element_size() for name, x in rounded.items() if name.endswith("values"))
+    n_scales = sum(x.numel() * x.element_size() for name, x in rounded.items() if name.endswith("scales"))
+    names = {name.rsplit(".", 2)[0] for name in rounded}
+    assert n_bytes == sum(2 * flat(params)[name].numel() for name in names)
+    assert n_scales < n_bytes / 8  # at this width
+    empty = flat(hollow(params, FP8))
+    assert all(empty[name].untyped_storage().nbytes() == 4 for name in names)
+    assert all(empty[name] is w for name, w in flat(params).items() if name not in names)
+
+
+def train(params, policy, *, steps, is_hollow):
+    """Return losses of steps of AdamW, with weights rounded from the masters or from the parameters."""
+    optimizer = mk.shard_optimizer(mk.adamw(1e-3))
+    state, losses = optimizer.init(params), []
+    if is_hollow:
+        params = hollow(params, policy)
+    for _ in range(steps):
+        weights = state["master"] if is_hollow else params
+        grad_fn = mk.accumulate(mk.value_and_grad(mk.next_token_loss, has_aux=True), 2)
+        options = dict(config=MODEL, precision=policy)
+        if policy is not None:
+            options["rounded"] = round_weights(weights, policy)
+        (loss, _), grads = grad_fn(params, batch(), **options)
+        losses.append(loss.item())
+        params, state = optimizer.update(grads, state, params)
+    return losses, params, state
+
+
+def test_masters_alone_train_a_model_whose_parameters_are_hollow(params):
+    want, _, _ = train(params.clone(), FP8, steps=3, is_hollow=False)
+    got, empty, _ = train(params.clone(), FP8, steps=3, is_hollow=True)
+    assert got == want and got[2] < got[0]
+    assert not flat(empty)["layers.1.moe.experts.gate_up"].any()
+
+
+def test_masters_need_values_and_optimizers_without_them_refuse_hollow_parameters(params):
+    with refuses("shard_optimizer needs parameters with values for its masters, got hollow ones"):
+        mk.shard_optimizer(mk.adamw(1e-3)).init(hollow(params, FP8))
+
+
+def test_a_checkpoint_leaves_hollow_parameters_out_and_loads_under_any_policy(params, tmp_path):
+    _, empty, state = train(params.clone(), FP8, steps=1, is_hollow=True)
+    checkpoint.save(tmp_path / "low", {"params": empty, "state": state})
+    fresh = mk.shard_optimizer(mk.adamw(1e-3)).init(params)
+    read = checkpoint.load(tmp_path / "low", {"params": hollow(params, FP8), "state": fresh})
+    assert all(torch.equal(a, flat(state)[name]) for name, a in flat(read["state"]).items())
+    with refuses("params.layers.1.moe.experts.down: hollow in the checkpoint"):
+        checkpoint.load(tmp_path / "low", {"params": params.clone(), "state": fresh})
+
+    _, whole, state = train(params.clone(), None, steps=1, is_hollow=False)
+    checkpoint.save(tmp_path / "wide", {"params": whole, "state": state})
+    read = checkpoint.load(tmp_path / "wide", {"params": hollow(params, FP8), "state": fresh})
+    assert all(torch.equal(a, flat(state)[name]) for name, a in flat(read["state"]).items())
+    assert torch.equal(flat(read["params"])["norm"], flat(whole)["norm"])
