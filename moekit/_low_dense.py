@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moekit._low_experts import LowExperts, LowProducts, Weights
-from moekit.kernels import Products
+from moekit.kernels import choose_products
 from moekit.kernels.permute import Arrived
 from moekit.kernels.quantize import Format, quantize, quantize_columns
 from moekit.kernels.scaled_mm import scaled_mm, scaled_weight_grad
@@ -77,7 +77,8 @@ def low_feed_forward(
     """Return ``swiglu(x @ gate_up) @ down``: one expert that takes every token. As :func:`low_linear`."""
     rows = x.reshape(-1, x.shape[-1])
     offsets = torch.full((1,), len(rows), dtype=torch.int32, device=x.device)
-    plan = LowProducts(form, form, weight_grad, None, Products("torch", "torch", "torch", kernels))
+    plain = choose_products("feed_forward", kernels, len(rows), gate_up[None])
+    plan = LowProducts(form, form, weight_grad, None, plain)
     weights = [
         Weights.of(w[None], one_expert(rounded[name])) for name, w in (("gate_up", gate_up), ("down", down))
     ]

@@ -97,12 +97,15 @@ def scaled_weight_grad(
 
 def _exact_in(x: Quantized | Columns, dtype: torch.dtype) -> torch.dtype:
     """Return a dtype that holds elements times scales, and whose products sum in float32."""
-    powers_of_two = x.scales.dtype == torch.float8_e8m0fnu
-    return dtype if dtype == torch.bfloat16 and powers_of_two else torch.float32
+    if dtype == torch.bfloat16 and x.scales.dtype == torch.float8_e8m0fnu:
+        return dtype
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _plain(dtype: torch.dtype, like: Tensor) -> str:
-    """Return the kernels of ordinary grouped products of a dtype: torch has none of float32 on CUDA."""
+    """Return the kernels of ordinary grouped products: torch has none of float64, nor of float32 on CUDA."""
+    if dtype == torch.float64:
+        return "loop"
     return "triton" if like.is_cuda and dtype == torch.float32 else "torch"
 
 

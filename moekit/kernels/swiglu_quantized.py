@@ -46,7 +46,8 @@ def swiglu_forward_quantized(
         return Quantized(values, scales[:, None]), gate_up if keep is None else Quantized(
             kept[0], kept[1][:, None]
         )
-    hidden = swiglu_forward(gate_up.float(), weights, end, kernels="torch")
+    wide = torch.promote_types(gate_up.dtype, torch.float32)
+    hidden = swiglu_forward(gate_up.to(wide), weights, end, kernels="torch")
     return quantize(hidden, form, kernels="torch"), gate_up if keep is None else quantize(
         gate_up, keep, kernels="torch"
     )
@@ -80,8 +81,9 @@ def swiglu_backward_quantized(
         else:
             low, scales, wide, hidden, grad_weights = torch.ops.moekit.swiglu_backward_quantized(*args)
         return Quantized(low, scales[:, None]), wide, hidden, None if weights is None else grad_weights
-    full = dequantize(gate_up) if isinstance(gate_up, Quantized) else gate_up.float()
-    wide, hidden, grad_weights = swiglu_backward(grad.float(), full, weights, end, kernels="torch")
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+    full = dequantize(gate_up, dtype) if isinstance(gate_up, Quantized) else gate_up.to(dtype)
+    wide, hidden, grad_weights = swiglu_backward(grad.to(dtype), full, weights, end, kernels="torch")
     return quantize(wide, form, kernels="torch"), wide.to(grad.dtype), hidden.to(grad.dtype), grad_weights
 
 
