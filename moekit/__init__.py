@@ -10,6 +10,7 @@ from moekit import (
     mesh as mesh,
     model as model,
     optim as optim,
+    precision as precision,
     random as random,
     schedules as schedules,
     tree as tree,

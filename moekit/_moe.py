@@ -72,14 +72,14 @@ def moe(
     routing = route(params["router"], x, top_k=top_k, kernels=elementwise(kernels), **route_options)
     experts, base = params["experts"], None
     if "shared" in params.keys():
-        of_shared = None if rounded is None else rounded.get("shared")
+        of_shared = None if rounded is None else rounded.get("shared", None)
         base = feed_forward(
             params["shared"], x, kernels=elementwise(kernels), precision=precision, rounded=of_shared
         )
         check_shapes("moe", **{"what the shared expert gives": (base, x.shape)})
     check_payload("moe", precision, getattr(via, "payload", None))
     alone = mesh is None or (mesh.ndim == 1 and mesh.size() == 1)  # dispatch refuses a mesh of more axes
-    of_experts = None if rounded is None else rounded.get("experts")
+    of_experts = None if rounded is None else rounded.get("experts", None)
     low: dict[str, Any] = dict(precision=precision, rounded=of_experts, grad_into=grad_into)
     options: dict[str, Any] = dict(base=base, products=products, **low)
     if isinstance(via, rowwise):

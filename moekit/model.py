@@ -143,7 +143,7 @@ def attention(
     """
 
     def project(name: str, z: Tensor) -> Tensor:
-        low = None if rounded is None else rounded[name]
+        low = None if rounded is None else rounded.get(name, None)
         return linear("attention_projections", z, local(params[name]), precision, low, kernels=kernels)
 
     qkv = project("qkv", x)
@@ -219,7 +219,7 @@ def transformer_block(
         )
 
     def low(part: str) -> dict[str, Any]:
-        return {"precision": precision, "rounded": None if rounded is None else rounded.get(part)}
+        return {"precision": precision, "rounded": None if rounded is None else rounded.get(part, None)}
 
     def mix(z: Tensor) -> Tensor:
         return attention(
@@ -399,7 +399,7 @@ def forward(
     for i in stage.layers:
         options: dict[str, Any] = {"kernels": kernels} | ({} if context is None else {"attend": attend})
         if precision is not None:
-            of_layer = None if rounded is None else rounded["layers", str(i)]
+            of_layer = None if rounded is None else rounded.get(("layers", str(i)), None)
             options |= dict(precision=precision, rounded=of_layer)
         if config.is_moe(i):
             options |= dict(

@@ -20,9 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from moekit._low_experts import LowProducts
 from moekit.config import ModelConfig
-from moekit.kernels import Products
+from moekit.kernels import Products, scaled_mm
 from moekit.kernels.quantize import FP8_ROWWISE as FP8, MXFP8 as MX, Format, Quantized, quantize
-from moekit.kernels.scaled_mm import why_emulated
 from moekit.tree import held, map_named, named, nested, on_mesh
 
 FORMATS = {
@@ -130,7 +129,7 @@ class Precision:
                 said = "as the tensors"
             elif role in STORED:
                 said = f"{getattr(self, role)}, stored"
-            elif why := why_emulated(form, torch.device(device)):
+            elif why := scaled_mm.why_emulated(form, torch.device(device)):
                 said = f"{getattr(self, role)}, {'emulated' if self.emulate else 'REFUSED'}: {why}"
             else:
                 said = f"{getattr(self, role)}, native"
@@ -169,8 +168,24 @@ def everywhere(form: Role, **changes: Any) -> Precision:
 
 
 FP8_ROWWISE = everywhere("fp8_rowwise")
-MXFP8 = everywhere("mxfp8", emulate=True)
+MXFP8 = everywhere("mxfp8")
 PRESETS = {"bf16": BF16, "fp8_rowwise": FP8_ROWWISE, "mxfp8": MXFP8}
+
+
+def preset(name: str, **changes: Any) -> Precision:
+    """Return a policy by name, with changes.
+
+    >>> preset("mxfp8", emulate=True).experts_forward
+    'mxfp8'
+
+    Raises
+    ------
+    ValueError
+        For a name that is not there.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"preset needs a name of {', '.join(map(repr, PRESETS))}, got {name!r}")
+    return replace(PRESETS[name], **changes)
 
 
 # --- Experts --------------------------------------------------------------------------
@@ -208,7 +223,7 @@ def _form_on(who: str, policy: Precision, role: str, device: torch.device) -> Fo
     form = policy.form(role)
     if form is None or role in STORED or policy.emulate:
         return form
-    if why := why_emulated(form, device):
+    if why := scaled_mm.why_emulated(form, device):
         raise ValueError(
             f"{who} needs a device's units for {role}={getattr(policy, role)!r}: {why}; take another format, "
             "or a Precision with emulate=True, exact and slow"

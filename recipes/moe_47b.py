@@ -50,6 +50,7 @@ class Config:
     capacity_factor: float | None = None  # of rowwise; by default there is room for all
     attention_via: Literal["all_to_all", "all_gather"] | None = None  # over heads, or keys; by default heads
     seed: int = 0
+    precision: Literal["bf16", "fp8_rowwise", "mxfp8"] = "bf16"  # of products; in eight bits where natively
     toy: bool = False  # the same code at a width for a laptop, in float32
     folder: Path = Path("runs/moe_47b")
     save_every: int | None = None  # steps; by default nothing is saved
@@ -67,6 +68,7 @@ if cfg.toy:
     model = config.toy(model)
     cfg = replace(cfg, seq_len=min(cfg.seq_len, 128), n_steps=min(cfg.n_steps, 10))
 layout = layouts.check_recipe(model, cfg)
+policy = mk.precision.preset(cfg.precision, emulate=cfg.toy)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 dtype = torch.float32 if cfg.toy else torch.bfloat16
 
@@ -82,7 +84,9 @@ def build():
     lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=n_scheduled)
     optimizer = mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(lr, weight_decay=0.1))
     optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
-    held: dict[str, Any] = dict(params=params, state=optimizer.init(params) if cfg.optimize else None)
+    held: dict[str, Any] = dict(params=params, state=None)
+    if cfg.optimize:  # what is rounded comes from the masters, and needs no memory beside
+        held = dict(params=mk.precision.hollow(params, policy), state=optimizer.init(params))
 
     block = mk.remat(mk.model.transformer_block, cfg.recompute)
     options: dict[str, Any] = dict(config=model, assignment=cfg.assignment, block=block)
@@ -99,7 +103,9 @@ def build():
         """Update what is held, and return the statistics of the global batch."""
         key = None if cfg.assignment == "top_k" else mk.random.fold_in(base_key, step)
         batch = mk.count_tokens(batch, mesh=mesh)
-        (_, stats), grads = grad_fn(held["params"], batch, key=key)
+        weights = held["state"]["master"] if cfg.optimize else held["params"]
+        low = dict(precision=policy, rounded=mk.precision.round_weights(weights, policy))
+        (_, stats), grads = grad_fn(held["params"], batch, key=key, **low)
         if cfg.optimize:
             held["params"], held["state"] = optimizer.update(grads, held["state"], held["params"])
         return mk.mesh.sum_over_ranks(stats, mesh=mesh)

@@ -11,10 +11,10 @@ import moekit as mk
 from moekit import checkpoint, config, precision
 from moekit.batch import make_batch
 from moekit.kernels.quantize import dequantize, quantize
-from moekit.precision import BF16, FORMATS, MXFP8, Precision, everywhere, hollow, round_weights
+from moekit.precision import BF16, FORMATS, Precision, everywhere, hollow, preset, round_weights
 
 T, D, H, N_EXPERTS, K = 96, 64, 32, 8, 2
-FP8 = everywhere("fp8_rowwise", emulate=True)
+FP8, MXFP8 = (preset(name, emulate=True) for name in ("fp8_rowwise", "mxfp8"))
 MODEL = config.toy(mk.preset("bench-8L", n_experts=N_EXPERTS))
 EXPERTS = ("experts_forward", "experts_input_grad", "experts_weight_grad", "saved_activations")
 

@@ -11,12 +11,12 @@ from reference import flat
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import moekit as mk
-from moekit.precision import FP8_ROWWISE, MXFP8, round_matrix, round_weights
+from moekit.precision import preset, round_matrix, round_weights
 from moekit.testing import check_gradients, ranks
 
 from .tiny import BATCH, model
 
-FP8 = replace(FP8_ROWWISE, emulate=True)
+FP8, MXFP8 = (preset(name, emulate=True) for name in ("fp8_rowwise", "mxfp8"))
 WIDTHS = dict(d_model=32, d_dense=32, d_head=8, d_expert=32, d_shared=32, init_std=0.2)
 CONFIG, PARAMS = model(**WIDTHS)
 
