@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from moekit._low_experts import LowExperts, LowProducts, Weights
 from moekit.kernels import choose_products
 from moekit.kernels.permute import Arrived
-from moekit.kernels.quantize import Format, quantize, quantize_columns
+from moekit.kernels.quantize import Format, Quantized, dequantize, quantize, quantize_columns
 from moekit.kernels.scaled_mm import scaled_mm, scaled_weight_grad
 
 
@@ -24,14 +24,17 @@ def low_linear(
     rounded: Mapping[str, Any],
     form: Format,
     weight_grad: Format | None = None,
+    saved: Format | None = None,
     *,
     kernels: str = "auto",
 ) -> Float[Tensor, "*n N"]:
     """Return ``x @ w`` of operands in a format, and so the gradient of ``x``; that of ``w`` as it says.
 
-    Differentiable, once. Keeps ``x`` as it is. ``rounded`` is from :func:`moekit.precision.round_matrix`.
+    Differentiable, once. Keeps ``x``, in ``saved`` if given. ``rounded`` is from
+    :func:`moekit.precision.round_matrix`.
     """
-    y = _LowLinear.apply(x.reshape(-1, x.shape[-1]), w, Weights.of(w, rounded), form, weight_grad, kernels)
+    weights = Weights.of(w, rounded)
+    y = _LowLinear.apply(x.reshape(-1, x.shape[-1]), w, weights, form, weight_grad, saved, kernels)
     return y.view(*x.shape[:-1], w.shape[-1])
 
 
@@ -39,29 +42,35 @@ class _LowLinear(torch.autograd.Function):
     gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
 
     @staticmethod
-    def forward(ctx, x, w, weights, form, weight_grad, kernels):
-        ctx.save_for_backward(x)
+    def forward(ctx, x, w, weights, form, weight_grad, saved, kernels):
+        low = quantize(x, form, kernels=kernels)
+        if saved is None:
+            ctx.save_for_backward(x)
+        else:
+            ctx.save_for_backward(*(low if saved == form else quantize(x, saved, kernels=kernels)))
         ctx.weights, ctx.form, ctx.weight_grad, ctx.kernels = weights, form, weight_grad, kernels
-        return scaled_mm(quantize(x, form, kernels=kernels), weights.forward, dtype=x.dtype)
+        return scaled_mm(low, weights.forward, dtype=x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (x,) = ctx.saved_tensors
+        x, *scales = ctx.saved_tensors
         needs_x, needs_w, *_ = ctx.needs_input_grad
         grad_x = grad_w = None
         if needs_x:
             low = quantize(grad, ctx.form, kernels=ctx.kernels)
-            grad_x = scaled_mm(low, ctx.weights.input_grad, dtype=x.dtype)
+            grad_x = scaled_mm(low, ctx.weights.input_grad, dtype=grad.dtype)
+        if needs_w and scales:
+            x = dequantize(Quantized(x, *scales)).to(grad.dtype)
         if needs_w and ctx.weight_grad is None:
             grad_w = x.mT @ grad
         elif needs_w:
             all_rows = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
             columns = [quantize_columns(rows, all_rows, ctx.weight_grad) for rows in (x, grad)]
-            grad_w = scaled_weight_grad(*columns, dtype=x.dtype)
+            grad_w = scaled_weight_grad(*columns, dtype=grad.dtype)
             assert grad_w is not None  # there is no buffer
             grad_w = grad_w[0]
-        return grad_x, grad_w, *[None] * 4
+        return grad_x, grad_w, *[None] * 5
 
 
 def low_feed_forward(
@@ -71,14 +80,18 @@ def low_feed_forward(
     rounded: Mapping[str, Any],
     form: Format,
     weight_grad: Format | None = None,
+    saved: Format | None = None,
     *,
     kernels: str = "auto",
 ) -> Float[Tensor, "*n d"]:
-    """Return ``swiglu(x @ gate_up) @ down``: one expert that takes every token. As :func:`low_linear`."""
+    """Return ``swiglu(x @ gate_up) @ down``: one expert that takes every token. As :func:`low_linear`.
+
+    ``saved`` is what the first product is kept in.
+    """
     rows = x.reshape(-1, x.shape[-1])
     offsets = torch.full((1,), len(rows), dtype=torch.int32, device=x.device)
     plain = choose_products("feed_forward", kernels, len(rows), gate_up[None])
-    plan = LowProducts(form, form, weight_grad, None, plain)
+    plan = LowProducts(form, form, weight_grad, saved, plain)
     weights = [
         Weights.of(w[None], one_expert(rounded[name])) for name, w in (("gate_up", gate_up), ("down", down))
     ]

@@ -59,7 +59,8 @@ class Precision:
     experts_forward, experts_input_grad, experts_weight_grad : str, optional
         The routed experts' products.
     saved_activations : str, optional
-        What experts keep for their backward, the first product; hidden rows are made from it again.
+        What layers keep for their backward: experts their first product, from which hidden rows are made
+        again; dense and shared ones too, and projections their input, where these are rounded.
     dispatch_payload : {"fp8_rowwise"}, optional
         Tokens on their way to other ranks; the transport needs it too (``mk.rowwise(payload=...)``).
     router, gradient_accumulation : {"float32"}
@@ -233,12 +234,12 @@ def _form_on(who: str, policy: Precision, role: str, device: torch.device) -> Fo
 
 def dense_forms(
     who: str, policy: Precision | None, role: str, device: torch.device
-) -> tuple[Format, Format | None] | None:
-    """Return the formats of dense products and of their weights' gradients; None for none."""
+) -> tuple[Format, Format | None, Format | None] | None:
+    """Return the formats of dense products, of their weights' gradients and of what is kept; None for none."""
     if policy is None:
         return None
     form, weight_grad = (_form_on(who, policy, name, device) for name in (role, "dense_weight_grad"))
-    return None if form is None else (form, weight_grad)
+    return None if form is None else (form, weight_grad, policy.form("saved_activations"))
 
 
 # --- Weights, rounded once ------------------------------------------------------------

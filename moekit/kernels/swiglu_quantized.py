@@ -66,7 +66,7 @@ def swiglu_backward_quantized(
     """Return the gradient of ``gate_up`` in a format, and what :func:`swiglu_backward` does.
 
     Not differentiable. Rows past the end are undefined. ``in_place`` lets the hidden rows take the memory of
-    ``grad``.
+    ``grad``, and a gradient that of ``gate_up``.
     """
     values = gate_up.values if isinstance(gate_up, Quantized) else gate_up
     r, h2 = values.shape
@@ -76,7 +76,8 @@ def swiglu_backward_quantized(
         scales = gate_up.scales if isinstance(gate_up, Quantized) else None
         args = (grad, values, scales, weights, end)
         if in_place:
-            low, scales, wide, grad_weights = torch.ops.moekit.swiglu_backward_quantized_(*args)
+            other, scales, grad_weights = torch.ops.moekit.swiglu_backward_quantized_(*args)
+            low, wide = (values, other) if isinstance(gate_up, Quantized) else (other, values)
             hidden = grad
         else:
             low, scales, wide, hidden, grad_weights = torch.ops.moekit.swiglu_backward_quantized(*args)
@@ -131,59 +132,58 @@ def _hidden_like(gate_up, weights, end, keep):
 def _backward_op(
     grad: Tensor, gate_up: Tensor, gate_up_scales: Tensor | None, weights: Tensor | None, end: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grad, hidden = grad.contiguous(), grad.new_empty(grad.shape)
-    low, scales, wide, grad_weights = _launch_backward(grad, gate_up, gate_up_scales, weights, end, hidden)
-    return low, scales, wide, hidden, grad_weights
+    outputs = _gradients_like(grad, gate_up, gate_up_scales, weights, end)
+    _launch_backward(grad.contiguous(), gate_up.contiguous(), gate_up_scales, weights, end, outputs)
+    return outputs
 
 
 @_backward_op.register_fake
-def _(grad, gate_up, gate_up_scales, weights, end):
-    low, scales, wide, grad_weights = _gradients_like(grad, gate_up, weights)
-    return low, scales, wide, grad.new_empty(grad.shape), grad_weights
-
-
-@operator("moekit::swiglu_backward_quantized_", mutates_args=("grad",))
-def _backward_in_place_op(
-    grad: Tensor, gate_up: Tensor, gate_up_scales: Tensor | None, weights: Tensor | None, end: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    assert grad.is_contiguous()
-    return _launch_backward(grad, gate_up, gate_up_scales, weights, end, grad)
-
-
-@_backward_in_place_op.register_fake
-def _(grad, gate_up, gate_up_scales, weights, end):
-    return _gradients_like(grad, gate_up, weights)
-
-
-def _gradients_like(
-    grad: Tensor, gate_up: Tensor, weights: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gradients_like(grad, gate_up, gate_up_scales, weights, end):
     r, h2 = gate_up.shape
     return (
         grad.new_empty(r, h2, dtype=torch.float8_e4m3fn),
         grad.new_empty(r, dtype=torch.float32),
         grad.new_empty(r, h2),
+        grad.new_empty(grad.shape),
         grad.new_empty(0 if weights is None else r, dtype=torch.float32),
     )
 
 
-def _launch_backward(
-    grad, gate_up, gate_up_scales, weights, end, hidden
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    gate_up = gate_up.contiguous()
+@operator("moekit::swiglu_backward_quantized_", mutates_args=("grad", "gate_up"))
+def _backward_in_place_op(
+    grad: Tensor, gate_up: Tensor, gate_up_scales: Tensor | None, weights: Tensor | None, end: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert grad.is_contiguous() and gate_up.is_contiguous()
+    other, scales, grad_weights = _others_like(grad, gate_up, gate_up_scales, weights, end)
+    low, wide = (gate_up, other) if gate_up_scales is not None else (other, gate_up)
+    outputs = low, scales, wide, grad, grad_weights
+    _launch_backward(grad, gate_up, gate_up_scales, weights, end, outputs)
+    return other, scales, grad_weights
+
+
+@_backward_in_place_op.register_fake
+def _others_like(grad, gate_up, gate_up_scales, weights, end):
+    r, h2 = gate_up.shape
+    dtype = torch.float8_e4m3fn if gate_up_scales is None else grad.dtype
+    return (
+        grad.new_empty(r, h2, dtype=dtype),
+        grad.new_empty(r, dtype=torch.float32),
+        grad.new_empty(0 if weights is None else r, dtype=torch.float32),
+    )
+
+
+def _launch_backward(grad, gate_up, gate_up_scales, weights, end, outputs) -> None:
     gate_up_scales, weights, end = (
         None if x is None else x.contiguous() for x in (gate_up_scales, weights, end)
     )
-    low, scales, wide, grad_weights = outputs = _gradients_like(grad, gate_up, weights)
     r, h = grad.shape
     if grad.numel():
         block = next_power_of_2(h)
         _backward[(r,)](
-            *(grad, gate_up, gate_up_scales, weights, end, low, scales, wide, hidden, grad_weights),
+            *(grad, gate_up, gate_up_scales, weights, end, *outputs),
             *(h, 0 if end is None else len(end)),
             **dict(INTERPRETED=INTERPRETED, BLOCK=block, num_warps=warps_of_row(2 * block)),
         )
-    return outputs
 
 
 # --- Kernels --------------------------------------------------------------------------
