@@ -48,7 +48,7 @@ def stand_ins(recorder: Recorder, device: str) -> Iterator[None]:
     if device == "cuda":
         patch(F, "rms_norm", _rms_norm)
         patch(_backend, "on_cuda", lambda x: x.is_meta)  # kernels run, as far as their shapes
-        patch(scaled_mm, "why_emulated", lambda form, device: None)
+        patch(scaled_mm, "why_emulated", lambda *_, **__: None)
     patch(sys.modules["torch.optim.adam"], "_device_dtype_check_for_fused", lambda *_, **__: None)
     missing = torch.library.Library("aten", "IMPL", "Meta")
     for op in ("_fused_adamw_", "_fused_adamw_.tensor_lr"):  # which only change values

@@ -130,7 +130,9 @@ class Precision:
                 said = "as the tensors"
             elif role in STORED:
                 said = f"{getattr(self, role)}, stored"
-            elif why := scaled_mm.why_emulated(form, torch.device(device)):
+            elif why := scaled_mm.why_emulated(
+                form, torch.device(device), over_tokens=role.endswith("weight_grad")
+            ):
                 said = f"{getattr(self, role)}, {'emulated' if self.emulate else 'REFUSED'}: {why}"
             else:
                 said = f"{getattr(self, role)}, native"
@@ -224,7 +226,7 @@ def _form_on(who: str, policy: Precision, role: str, device: torch.device) -> Fo
     form = policy.form(role)
     if form is None or role in STORED or policy.emulate:
         return form
-    if why := scaled_mm.why_emulated(form, device):
+    if why := scaled_mm.why_emulated(form, device, over_tokens=role.endswith("weight_grad")):
         raise ValueError(
             f"{who} needs a device's units for {role}={getattr(policy, role)!r}: {why}; take another format, "
             "or a Precision with emulate=True, exact and slow"
@@ -235,7 +237,7 @@ def _form_on(who: str, policy: Precision, role: str, device: torch.device) -> Fo
 def dense_forms(
     who: str, policy: Precision | None, role: str, device: torch.device
 ) -> tuple[Format, Format | None, Format | None] | None:
-    """Return the formats of dense products, of their weights' gradients and of what is kept; None for none."""
+    """Return the formats of dense products, their weights' gradients and what is kept; None for none."""
     if policy is None:
         return None
     form, weight_grad = (_form_on(who, policy, name, device) for name in (role, "dense_weight_grad"))

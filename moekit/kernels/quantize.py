@@ -189,24 +189,35 @@ def quantize_columns(x: Float[Tensor, "r d"], offsets: Int[Tensor, " E"], form: 
     Rows past the last offset may be anything, and are left out. Groups are padded to the block, or to 16, as
     the hardware's products need.
     """
-    (r, d), e, pad = x.shape, len(offsets), form.block or 16
-    counts = offsets.diff(prepend=offsets.new_zeros(1))
-    padded = (counts + pad - 1) // pad * pad
-    ends = padded.cumsum(0)
-    shift = (ends - padded) - (offsets - counts)  # of each group
-    room = -(-r // pad) * pad + e * pad  # for any counts
-    row = torch.arange(r, device=x.device)
-    inside = row < offsets[-1]
-    at = (row + shift[_groups(row, offsets)]).where(inside, room)
-    columns = x.new_zeros(room + 1, d).index_copy_(0, at, x.where(inside[:, None], 0))[:room].T
+    (r, d), e = x.shape, len(offsets)
+    at, ends, room = apart(offsets, r, form.block or 16)
+    kept = x.where((at < room)[:, None], 0)
+    columns = x.new_zeros(room + 1, d).index_copy_(0, at, kept)[:room].T
     if form.block is not None:
         q = quantize(columns, form)
-        return Columns(q.values.contiguous(), q.scales, ends.int())
+        return Columns(q.values.contiguous(), q.scales, ends)
     of = _groups(torch.arange(room, device=x.device), ends)
     largest = x.new_zeros(d, e).index_reduce_(1, of, columns.abs(), "amax")
     scales, inverse = scale_of(largest, form)
     values = (columns.float() * inverse[:, of]).clamp(-form.largest, form.largest)
-    return Columns(values.to(form.elements).contiguous(), scales, ends.int())
+    return Columns(values.to(form.elements).contiguous(), scales, ends)
+
+
+def apart(
+    offsets: Int[Tensor, " E"], n_rows: int, pad: int
+) -> tuple[Int[Tensor, " r"], Int[Tensor, " E"], int]:
+    """Return where rows go when each group begins at a multiple of ``pad``, its ends there, and the room.
+
+    The room, for any groups, is also where rows past the last offset go. No host sync.
+    """
+    counts = offsets.diff(prepend=offsets.new_zeros(1))
+    padded = (counts + pad - 1) // pad * pad
+    ends = padded.cumsum(0)
+    shift = (ends - padded) - (offsets - counts)  # of each group
+    room = -(-n_rows // pad) * pad + len(offsets) * pad
+    row = torch.arange(n_rows, device=offsets.device)
+    at = (row + shift[_groups(row, offsets)]).where(row < offsets[-1], room)
+    return at, ends.int(), room
 
 
 def _groups(row: Int[Tensor, " r"], ends: Int[Tensor, " E"]) -> Int[Tensor, " r"]:

@@ -13,13 +13,22 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from einops import rearrange
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from moekit.kernels._backend import check_shapes, operator
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
-from moekit.kernels.quantize import FP8_ROWWISE, MXFP8, Columns, Format, Quantized, dequantize
+from moekit.kernels.quantize import (
+    FP8_ROWWISE,
+    MXFP8,
+    Columns,
+    Format,
+    Quantized,
+    apart,
+    dequantize,
+)
 
 functional: Any = torch.nn.functional  # its stubs lack grouped products of eight bits
 
@@ -109,15 +118,17 @@ def _plain(dtype: torch.dtype, like: Tensor) -> str:
     return "triton" if like.is_cuda and dtype == torch.float32 else "torch"
 
 
-def why_emulated(form: Format, device: torch.device) -> str | None:
-    """Return why products of a format are made of wider ones on a device; None where it has units for it."""
+def why_emulated(form: Format, device: torch.device, *, over_tokens: bool = False) -> str | None:
+    """Return why products of a format are made of wider ones on a device; None where it has units for it.
+
+    ``over_tokens``: those that sum over tokens, weights' gradients.
+    """
     if device.type != "cuda":
         return f"a device of type {device.type} has no units for it"
-    capability = torch.cuda.get_device_capability(device)
     needs = {FP8_ROWWISE: (9, 0), MXFP8: (10, 0), replace(MXFP8, rounding="floor"): (10, 0)}.get(form)
-    if needs is None:
-        return "moekit knows no units for it"
-    if capability != needs:
+    if needs is None or (over_tokens and form.block is not None):
+        return "moekit uses no units for it"
+    if (capability := torch.cuda.get_device_capability(device)) != needs:
         return f"it needs compute capability {needs[0]}.{needs[1]}, got {capability[0]}.{capability[1]}"
     return None
 
@@ -126,7 +137,8 @@ def _is_native(kernels: str, x: Quantized | Columns) -> bool:
     if kernels != "auto":
         return kernels == "native"
     form = FP8_ROWWISE if x.scales.dtype == torch.float32 else MXFP8
-    return x.values.dtype == form.elements and why_emulated(form, x.values.device) is None
+    reason = why_emulated(form, x.values.device, over_tokens=isinstance(x, Columns))
+    return x.values.dtype == form.elements and reason is None
 
 
 # --- Torch's products on a device's own units -----------------------------------------
@@ -143,16 +155,28 @@ def _native_mm_op(
 ) -> Tensor:
     if not x.numel():
         return _native_mm_like(x, scales, weights, weight_scales, offsets, dtype)
-    recipe = _recipe(scales)
-    if offsets is None:
-        return functional.scaled_mm(
-            *(x, weights.T, scales, recipe, weight_scales.T, recipe), output_dtype=dtype, use_fast_accum=True
-        )
+    kinds = functional.ScalingType
+    options: dict[str, Any] = dict(output_dtype=dtype, use_fast_accum=True)
+    if scales.dtype == torch.float32:
+        if offsets is None:
+            return functional.scaled_mm(
+                x, weights.T, scales, kinds.RowWise, weight_scales.T, kinds.RowWise, **options
+            )
+        scales, weight_scales = scales.view(-1), weight_scales.view(len(weights), -1)
+        recipes = (kinds.RowWise, kinds.RowWise)
+    else:
+        swizzled = functional.SwizzleType.SWIZZLE_32_4_4
+        options |= dict(swizzle_a=swizzled, swizzle_b=swizzled, use_fast_accum=False)
+        recipes = (kinds.BlockWise1x32, kinds.BlockWise1x32)
+        if offsets is None:
+            scales, weight_scales = swizzle(scales), swizzle(weight_scales)
+            return functional.scaled_mm(
+                x, weights.T, scales.view(-1), recipes[0], weight_scales.view(-1), recipes[1], **options
+            )
+        scales = swizzle(pad_groups(scales, offsets))
+        weight_scales = swizzle(weight_scales).flatten(1)
     return functional.scaled_grouped_mm(
-        *(x, weights.mT, scales.view(-1), recipe, weight_scales.view(len(weights), -1), recipe),
-        offs=offsets.contiguous(),
-        output_dtype=dtype,
-        use_fast_accum=True,
+        *(x, weights.mT, scales, recipes[0], weight_scales, recipes[1]), offs=offsets.contiguous(), **options
     )
 
 
@@ -165,9 +189,10 @@ def _native_mm_like(x, scales, weights, weight_scales, offsets, dtype):
 def _native_weight_grad_op(
     rows: Tensor, scales: Tensor, grad: Tensor, grad_scales: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    recipe = _recipe(scales)
+    scales, grad_scales = (x.T.contiguous().view(-1) for x in (scales, grad_scales))
+    recipe = functional.ScalingType.RowWise
     return functional.scaled_grouped_mm(
-        *(rows, grad.T, scales.T.contiguous().view(-1), recipe, grad_scales.T.contiguous().view(-1), recipe),
+        *(rows, grad.T, scales, recipe, grad_scales, recipe),
         offs=ends,
         output_dtype=dtype,
         use_fast_accum=True,
@@ -179,12 +204,29 @@ def _(rows, scales, grad, grad_scales, ends, dtype):
     return rows.new_empty(len(ends), len(rows), len(grad), dtype=dtype)
 
 
-def _recipe(scales: Tensor) -> Any:
-    return (
-        functional.ScalingType.RowWise
-        if scales.dtype == torch.float32
-        else functional.ScalingType.BlockWise1x32
-    )
+TILE = 128  # rows of scales that the hardware reads together, with four columns
+
+
+def swizzle(scales: Shaped[Tensor, "*E n b"]) -> Shaped[Tensor, "*E n1 b1"]:
+    """Lay scales of blocks out as the hardware reads them, padded to whole tiles of 128 rows and 4 columns.
+
+    A tile is 32 times 16 bytes: of rows i, i + 32, i + 64 and i + 96 four columns each.
+
+    References
+    ----------
+    cuBLAS documentation, 1D block scaling factors layout. https://docs.nvidia.com/cuda/cublas
+    """
+    n, b = scales.shape[-2:]
+    padded = torch.nn.functional.pad(scales.view(torch.uint8), (0, -b % 4, 0, -n % TILE))
+    tiles = rearrange(padded, "... (n i j) (b c) -> ... n b j i c", i=4, j=32, c=4)
+    return tiles.contiguous().view(padded.shape).view(scales.dtype)
+
+
+def pad_groups(scales: Shaped[Tensor, "r b"], offsets: Int[Tensor, " E"]) -> Shaped[Tensor, "R b"]:
+    """Let the rows of each group begin at a tile, with room for any groups; no host sync."""
+    at, _, room = apart(offsets, len(scales), TILE)
+    out = scales.new_zeros(room + 1, scales.shape[1], dtype=torch.uint8)
+    return out.index_copy_(0, at, scales.view(torch.uint8))[:room].view(scales.dtype)
 
 
 register_flop_formula([torch.ops.moekit.native_mm])(lambda x, _, w, *__, **___: 2 * x[0] * x[1] * w[-2])

@@ -14,7 +14,13 @@ from moekit.kernels.quantize import (
     quantize,
     quantize_columns,
 )
-from moekit.kernels.scaled_mm import scaled_grouped_mm, scaled_mm, scaled_weight_grad
+from moekit.kernels.scaled_mm import (
+    pad_groups,
+    scaled_grouped_mm,
+    scaled_mm,
+    scaled_weight_grad,
+    swizzle,
+)
 from moekit.kernels.swiglu import swiglu_backward, swiglu_forward
 from moekit.kernels.swiglu_quantized import swiglu_backward_quantized, swiglu_forward_quantized
 
@@ -161,6 +167,19 @@ def test_swiglu_rounds_what_it_makes_from_float32(r, h, form, keep, kernels):
     in_place = swiglu_backward_quantized(again, kept, weights, end, form, in_place=True, kernels=kernels)
     for one, other in zip(in_place[1:], got[1:], strict=True):
         assert torch.equal(one[:r], other[:r])
+
+
+def test_scales_lie_as_torchao_lays_them_out_for_the_hardware():
+    utils = pytest.importorskip("torchao.prototype.mx_formats.utils", exc_type=ImportError)
+    ends = torch.tensor([7, 7, 200, 290]).int()
+    scales = torch.arange(300 * 6).view(300, 6).to(torch.uint8)
+    got = swizzle(scales.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    assert got.shape == (384, 8) and torch.equal(got.flatten(), utils.to_blocked(scales))
+    assert torch.equal(swizzle(torch.stack([scales, scales + 1]))[1], swizzle(scales + 1))
+    padded = swizzle(pad_groups(scales.view(torch.float8_e8m0fnu), ends)).view(torch.uint8).flatten()
+    groups = [utils.to_blocked(group) for group in scales[:290].split([7, 193, 90])]
+    want = torch.cat(groups)
+    assert torch.equal(padded[: len(want)], want)
 
 
 def test_other_shapes_are_refused():
