@@ -15,7 +15,15 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from moekit.kernels._backend import INTERPRETED, jit, next_power_of_2, operator, tl, use_triton
+from moekit.kernels._backend import (
+    INTERPRETED,
+    jit,
+    loop_bound,
+    next_power_of_2,
+    operator,
+    tl,
+    use_triton,
+)
 
 SMALLEST = (
     1e-30  # of what is scaled to the largest element: less than any that matters; its inverse is finite
@@ -183,7 +191,9 @@ class Columns(NamedTuple):
         return (self.values.to(dtype) * self.scales[:, of].to(dtype)).T
 
 
-def quantize_columns(x: Float[Tensor, "r d"], offsets: Int[Tensor, " E"], form: Format) -> Columns:
+def quantize_columns(
+    x: Float[Tensor, "r d"], offsets: Int[Tensor, " E"], form: Format, *, kernels: str = "auto"
+) -> Columns:
     """Round each column of each group of rows to a format. Not differentiable; no host sync.
 
     Rows past the last offset may be anything, and are left out. Groups are padded to the block, or to 16, as
@@ -191,13 +201,17 @@ def quantize_columns(x: Float[Tensor, "r d"], offsets: Int[Tensor, " E"], form: 
     """
     (r, d), e = x.shape, len(offsets)
     at, ends, room = apart(offsets, r, form.block or 16)
+    if has_kernel("quantize_columns", form, x, kernels):
+        row = torch.full((room + 1,), r, device=x.device).index_copy_(0, at, torch.arange(r, device=x.device))
+        return Columns(*torch.ops.moekit.quantize_columns(x, row[:room], offsets, ends), ends)
     kept = x.where((at < room)[:, None], 0)
     columns = x.new_zeros(room + 1, d).index_copy_(0, at, kept)[:room].T
     if form.block is not None:
-        q = quantize(columns, form)
+        q = quantize(columns, form, kernels="torch")
         return Columns(q.values.contiguous(), q.scales, ends)
     of = _groups(torch.arange(room, device=x.device), ends)
-    largest = x.new_zeros(d, e).index_reduce_(1, of, columns.abs(), "amax")
+    largest = x.new_zeros(d, e, dtype=torch.float32)
+    largest.scatter_reduce_(1, of.expand(d, -1), columns.abs().float(), "amax")
     scales, inverse = scale_of(largest, form)
     values = (columns.float() * inverse[:, of]).clamp(-form.largest, form.largest)
     return Columns(values.to(form.elements).contiguous(), scales, ends)
@@ -244,6 +258,35 @@ def _quantize_op(x: Tensor, end: Tensor | None) -> tuple[Tensor, Tensor]:
 @_quantize_op.register_fake
 def _quantized_like(x, end):
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), x.new_empty(len(x), dtype=torch.float32)
+
+
+@operator("moekit::quantize_columns")
+def _quantize_columns_op(x: Tensor, row: Tensor, offsets: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    x, offsets = x.contiguous(), offsets.contiguous()
+    (r, d), e, room = x.shape, len(offsets), len(row)
+    largest = x.new_zeros(e, d, dtype=torch.int32)
+    values, scales = _columns_like(x, row, offsets, ends)
+    if values.numel():
+        options = dict(d=d, ROWS=64, COLUMNS=64, num_warps=4)
+        columns = -(-d // options["COLUMNS"])
+        _largest_of_columns[(columns, e, SPLITS)](x, offsets, largest, **options)
+        _scales_of_columns[(columns, e)](largest, scales, e, d=d, COLUMNS=64)
+        _transpose[(-(-room // options["ROWS"]), columns)](
+            *(x, row, ends, largest, values, r, room), **options, E=e, INTERPRETED=INTERPRETED
+        )
+    return values, scales
+
+
+@_quantize_columns_op.register_fake
+def _columns_like(x, row, offsets, ends):
+    d = x.shape[1]
+    return (
+        x.new_empty(d, len(row), dtype=torch.float8_e4m3fn),
+        x.new_empty(d, len(offsets), dtype=torch.float32),
+    )
+
+
+SPLITS = 8  # programs that share the rows of a group
 
 
 def warps_of_row(block: int) -> int:
@@ -297,3 +340,49 @@ def _quantize(
     scale, inverse = scale_of_magnitude(tl.max(magnitude(value)))
     tl.store(values + row * d + column, to_fp8(value * inverse, INTERPRETED), mask=column < d)
     tl.store(scales + row, scale)
+
+
+@jit
+def _largest_of_columns(x, offsets, largest, d: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    group = tl.program_id(1)
+    start = tl.load(offsets + group - 1, mask=group > 0, other=0)
+    end = tl.load(offsets + group)
+    most = tl.zeros((COLUMNS,), tl.int32)
+    first = start + tl.program_id(2) * ROWS
+    for at in range(loop_bound(first), loop_bound(end), loop_bound(tl.num_programs(2) * ROWS)):
+        row = (at + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < end)[:, None] & (column < d)[None, :]
+        value = tl.load(x + row[:, None] * d + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        most = tl.maximum(most, tl.max(magnitude(value), 0))
+    tl.atomic_max(largest + group * d + column, most, mask=column < d)  # of integers: any order will do
+
+
+@jit
+def _scales_of_columns(largest, scales, e, d: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    group = tl.program_id(1)
+    bits = tl.load(largest + group * d + column, mask=column < d, other=0)
+    scale, _ = scale_of_magnitude(bits)
+    tl.store(scales + column.to(tl.int64) * e + group, scale, mask=column < d)
+
+
+@jit
+def _transpose(
+    x, row, ends, largest, values, r, room, d: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    E: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    source = tl.load(row + at, mask=at < room, other=r)
+    group = tl.zeros((ROWS,), tl.int32)
+    for e in range(E):
+        group += (at >= tl.load(ends + e)).to(tl.int32)
+    group = tl.minimum(group, E - 1)
+    inside = (source < r)[:, None] & (column < d)[None, :]
+    value = tl.load(x + source.to(tl.int64)[:, None] * d + column[None, :], mask=inside, other=0.0)
+    bits = tl.load(largest + group[:, None] * d + column[None, :], mask=inside, other=0)
+    _, inverse = scale_of_magnitude(bits)
+    low = to_fp8(value.to(tl.float32) * inverse, INTERPRETED)
+    place = values + column.to(tl.int64)[:, None] * room + at[None, :]
+    tl.store(place, tl.trans(low), mask=(column < d)[:, None] & (at < room)[None, :])

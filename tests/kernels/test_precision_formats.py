@@ -129,3 +129,14 @@ def test_columns_are_rounded_along_the_rows_of_their_group(form, counts):
         assert start % pad == 0
         torch.testing.assert_close(wide[start : start + len(want)], want, rtol=0, atol=0)
     assert len(wide) >= got.ends[-1] and len(wide) % pad == 0
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 70, 16], [0, 0, 200, 0], [0, 0, 0, 0]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_of_columns_gives_the_bits_of_the_reference(counts, dtype):
+    pytest.importorskip("triton")
+    ends = torch.tensor(counts).cumsum(0)
+    x = torch.cat([draw(int(ends[-1]), 80, dtype=dtype), torch.full((6, 80), NAN, dtype=dtype)])
+    got, want = (quantize_columns(x, ends.int(), FP8_ROWWISE, kernels=k) for k in ("triton", "torch"))
+    assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
+    assert torch.equal(got.scales, want.scales) and torch.equal(got.ends, want.ends)
