@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class Result:
     of_dense: float | None = None  # flops_per_second as a share of the dense ceiling's
     of_copy: float | None = None  # bytes_per_second as a share of the copy ceiling's
     idle: float | None = None  # share of the time in which no kernel runs; see idle_share
+    more: dict[str, Any] = field(default_factory=dict)  # what one benchmark alone finds
 
 
 # --- Measuring ------------------------------------------------------------------------
@@ -239,26 +240,44 @@ def idle_share(run: Callable[[], object]) -> float | None:
     From a trace of two runs; the host does not wait between them. Tracing slows it down, so this is an upper
     bound. None, with the reason printed, where the runs fail: what was timed before stands.
     """
-    try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-            run()
-            run()
-            torch.cuda.synchronize()
-    except Exception as e:
-        say(f"no idle share: {describe(e)}")
+    spans = _traced(run, 2, "idle share")
+    if spans is None:
         return None
-    assert trace.profiler is not None and trace.profiler.kineto_results is not None
-    on_device = torch.autograd.DeviceType.CUDA
-    spans = sorted(  # of the trace itself: making events of torch of a whole step takes minutes
-        (e.start_ns(), e.start_ns() + e.duration_ns())
-        for e in trace.profiler.kineto_results.events()
-        if e.device_type() == on_device
-    )
     first, end, idle = spans[0][0], spans[0][0], 0
-    for start, stop in spans:
+    for start, stop, _ in spans:
         idle += max(start - end, 0)
         end = max(end, stop)
     return idle / (end - first)
+
+
+def kernel_seconds(run: Callable[[], object]) -> dict[str, float] | None:
+    """Return the time of a run's kernels and copies by their names; None, with the reason, where it fails."""
+    spans = _traced(run, 1, "kernels' times")
+    if spans is None:
+        return None
+    seconds: dict[str, float] = {}
+    for start, stop, name in spans:
+        seconds[name] = seconds.get(name, 0.0) + (stop - start) / 1e9
+    return seconds
+
+
+def _traced(run: Callable[[], object], n: int, what: str) -> list[tuple[int, int, str]] | None:
+    """Return begin, end (ns) and name of what is at work on the device in runs; None where they fail."""
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+            for _ in range(n):
+                run()
+            torch.cuda.synchronize()
+    except Exception as e:
+        say(f"no {what}: {describe(e)}")
+        return None
+    assert trace.profiler is not None and trace.profiler.kineto_results is not None
+    on_device = torch.autograd.DeviceType.CUDA
+    return sorted(  # of the trace itself: making events of torch of a whole step takes minutes
+        (e.start_ns(), e.start_ns() + e.duration_ns(), e.name())
+        for e in trace.profiler.kineto_results.events()
+        if e.device_type() == on_device
+    )
 
 
 def free(device: str) -> None:
@@ -371,9 +390,12 @@ def run_cases(
     return record
 
 
-def table(results: Sequence[Result]) -> str:
-    """Return one line a result, with a column for each number that some result has."""
-    columns: list[tuple[str, Callable[[Result], float | None], str]] = [
+Column = tuple[str, Callable[[Result], Any], str]  # its title, its value, how that is printed
+
+
+def table(results: Sequence[Result], more: Sequence[Column] = ()) -> str:
+    """Return one line a result, with a column for each number that some result has, and those of ``more``."""
+    columns: list[Column] = [
         ("ms", lambda r: r.seconds and 1e3 * r.seconds, ".3f"),
         ("p10", lambda r: r.seconds_p10 and 1e3 * r.seconds_p10, ".3f"),
         ("p90", lambda r: r.seconds_p90 and 1e3 * r.seconds_p90, ".3f"),
@@ -385,6 +407,7 @@ def table(results: Sequence[Result]) -> str:
         ("idle %", lambda r: r.idle and 100 * r.idle, ".2f"),
         ("GiB added", lambda r: r.peak_bytes and r.peak_bytes / 2**30, ".2f"),
         ("timed", lambda r: r.n_timed, "d"),
+        *more,
     ]
     columns = [column for column in columns if any(column[1](result) for result in results)]
     lines = [["", *(title for title, _, _ in columns)]]

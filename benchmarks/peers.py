@@ -13,6 +13,7 @@ chosen is said at each.
 # pyright: reportMissingImports=false
 # Most peers are not installed where types are checked.
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -173,6 +174,59 @@ def sonicmoe(weights: Weights, top_k: int) -> Layer:
         return out
 
     return run, list(layer.parameters())
+
+
+def torchao(weights: Weights, top_k: int) -> Layer:
+    """Build plain torch, compiled, around torchao's grouped product of eight-bit numbers. Not in LAYERS.
+
+    It rounds whatever its products read, those of the weights' gradients too, with scales that are powers of
+    two; the weights in every call. moekit's router chooses, so that tokens go where moekit's do. Its groups
+    have to begin at multiples of 16, and as of 0.18 it does not pad them itself.
+    """
+    if not weights["router"].is_cuda:
+        raise ValueError(f"torchao's kernels need CUDA, got {weights['router'].device}")
+    from torchao.prototype.moe_training import _to_fp8_rowwise_then_scaled_grouped_mm as grouped_mm
+
+    import moekit as mk
+
+    def product(rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        return grouped_mm(rows, w, ends, out_dtype=rows.dtype, pad_token_groups_for_grouped_mm=False)
+
+    router = weights["router"].detach().clone().requires_grad_()
+    gate_up, down = (  # (E, K, N) with K contiguous, as it asks for
+        weights[name].detach().mT.contiguous().mT.requires_grad_() for name in ("gate_up", "down")
+    )
+    experts = torch.compile(functools.partial(padded_experts, product=product), dynamic=False)
+
+    def run(x: Tensor) -> Tensor:
+        routing = mk.route(router, x, top_k=top_k)
+        return experts(x, routing.expert_ids, routing.weights, routing.counts, gate_up, down)
+
+    return run, [router, gate_up, down]
+
+
+def padded_experts(
+    x: Tensor,
+    ids: Tensor,
+    routing_weights: Tensor,
+    counts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    product: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Return what experts give, from grouped products whose groups begin at multiples of 16."""
+    order = ids.flatten().argsort(stable=True)
+    token = order // ids.shape[1]
+    padded = (counts + 15) // 16 * 16
+    ends = padded.cumsum(0)
+    shift = (ends - padded) - (counts.cumsum(0) - counts)  # of each group
+    at = torch.arange(len(order), device=x.device) + shift[ids.flatten()[order]]
+    rows = x.new_zeros(len(order) + 16 * len(counts), x.shape[1]).index_copy(0, at, x[token])
+    gate, up = product(rows, gate_up, ends.int()).chunk(2, -1)
+    out = product(F.silu(gate) * up, down, ends.int())[at]
+    out = out * routing_weights.flatten()[order, None].to(x.dtype)
+    return torch.zeros_like(x).index_add(0, token, out)
 
 
 def _bound_autotuning() -> None:

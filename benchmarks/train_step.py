@@ -22,18 +22,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import bench_8l
 import peers
 import torch
 import tyro
+from bench_8l import our_gradients, our_loss, our_optimizer, our_step
 from measure import (
-    Candidate,
     Result,
     check_run,
     describe,
     environment,
     free,
     idle_share,
-    measure,
     plot,
     refuse_unknown,
     say,
@@ -44,7 +44,7 @@ from stock import make_loss
 from tensordict import TensorDict
 
 import moekit as mk
-from moekit import config, plan
+from moekit import plan
 from moekit.tree import map_named, named
 
 # --- Config ---------------------------------------------------------------------------
@@ -90,7 +90,6 @@ refuse_unknown("candidate", cfg.candidates, ["moekit", *STOCK, *peers.LAYERS])
 device = "cuda" if torch.cuda.is_available() else "cpu"
 check_run(cfg, device)
 dtype = torch.float32 if cfg.toy else torch.bfloat16
-key = mk.random.make_key(0, device)
 if cfg.toy:
     cfg = replace(cfg, seq_len=min(cfg.seq_len, 128))
 if cfg.toy and device == "cpu":  # compiling takes minutes there
@@ -109,27 +108,10 @@ for part in cfg.parts:
             f"{', '.join(map(repr, chosen)) or 'none'}; choose one, or other --parts"
         )
 
-
-def make_model(n_experts: int) -> mk.ModelConfig:
-    """Return bench-8L, or a toy of its kind."""
-    model = mk.preset("bench-8L", n_experts=n_experts, max_seq_len=max(cfg.seq_len, 8192))
-    return config.toy(model, n_experts=n_experts) if cfg.toy else model
-
-
-def make_batch(model: mk.ModelConfig, n_sequences: int) -> mk.batch.Batch:
-    """Return rows of one document each."""
-    tokens = torch.randint(model.vocab_size, (n_sequences, cfg.seq_len + 1), device=device)
-    ids = torch.arange(n_sequences, device=device)
-    return mk.count_tokens(mk.batch.make_batch(tokens, torch.zeros_like(tokens), ids))
-
+make_model = functools.partial(bench_8l.make_model, seq_len=cfg.seq_len, toy=cfg.toy)
+make_batch = functools.partial(bench_8l.make_batch, seq_len=cfg.seq_len, device=device)
 
 # --- The candidates' gradients --------------------------------------------------------
-
-
-def our_loss(model: mk.ModelConfig) -> Callable:
-    """Return ``loss(params, batch)`` of moekit."""
-    options: dict[str, Any] = dict(assignment="random", key=key, attend_across_documents=True)
-    return lambda params, batch, **into: mk.next_token_loss(params, batch, config=model, **options, **into)[0]
 
 
 def peers_loss(name: str, model: mk.ModelConfig, params: TensorDict) -> tuple[Callable, list[torch.Tensor]]:
@@ -141,12 +123,6 @@ def peers_loss(name: str, model: mk.ModelConfig, params: TensorDict) -> tuple[Ca
         layers[i], parameters = peers.LAYERS[name](weights, model.top_k)
         leaves += parameters
     return make_loss(model, **STOCK["stock compiled"], experts_of=layers), leaves
-
-
-def our_gradients(loss: Callable, params: TensorDict, batch: mk.batch.Batch) -> Callable[[], object]:
-    """Return a run that makes the gradients of all parameters, then drops them."""
-    grad_fn = mk.value_and_grad(loss)
-    return lambda: grad_fn(params, batch) and None
 
 
 def differentiable(params: TensorDict) -> TensorDict:
@@ -205,17 +181,6 @@ def stock_step(loss: Callable, params: TensorDict, batch, masters, moments, sums
     return run
 
 
-def our_step(loss: Callable, params: TensorDict, batch, optimizer, state, sums) -> Callable[[], object]:
-    """Return the same of moekit's transforms."""
-    grad_fn = mk.accumulate(mk.value_and_grad(loss), cfg.n_microbatches, straight=mk.model.is_expert)
-
-    def run() -> None:
-        _, grads = grad_fn(params, batch, into=sums)
-        optimizer.update(grads, state, params)
-
-    return run
-
-
 # --- The three parts ------------------------------------------------------------------
 
 
@@ -246,7 +211,7 @@ def forward_backward(
 ) -> Callable[[], object]:
     """Build a candidate that makes gradients and drops them."""
     if name == "moekit":
-        return our_gradients(our_loss(model), params, batch)
+        return our_gradients(our_loss(model, device=device), params, batch)
     if name in STOCK:
         return stock_gradients(make_loss(model, **STOCK[name]), params, batch)
     loss, leaves = peers_loss(name, model, params)
@@ -258,13 +223,12 @@ def whole_step() -> list[Result]:
     model = make_model(cfg.n_experts)
     n_sequences = cfg.batch_size * cfg.n_microbatches
     params, batch = mk.init_params(model, dtype=dtype, device=device), make_batch(model, n_sequences)
-    optimizer = mk.shard_optimizer(mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(1e-5, weight_decay=0.1)))
-    state = optimizer.init(params)
-    sums = map_named(lambda _, p: torch.zeros_like(p, dtype=torch.float32), params)
+    optimizer, state, sums = our_optimizer(params)
 
     def build(name: str) -> Callable[[], object]:
         if name == "moekit":
-            return our_step(our_loss(model), params, batch, optimizer, state, sums)
+            loss = our_loss(model, device=device)
+            return our_step(loss, params, batch, optimizer, state, sums, n_microbatches=cfg.n_microbatches)
         loss = make_loss(model, **STOCK[name])
         return stock_step(loss, params, batch, state["master"], state["inner", "1"], sums)
 
@@ -277,23 +241,11 @@ def timed(
     builders: dict[str, Callable], model: mk.ModelConfig, n_sequences: int, *, rounds: int
 ) -> list[Result]:
     """Build candidates that take the same step, run each once, so that it is compiled, and time them."""
-    runs: dict[str, Callable] = {}
-    errors: dict[str, str] = {}
-    for name, build in builders.items():
-        try:
-            run = build()
-            run()
-            runs[name] = run
-            say(f"{name} has run")
-        except Exception as e:
-            errors[name] = describe(e)
-        run = None
-        if name in errors:
-            free(device)
     n_tokens = n_sequences * cfg.seq_len
     flops = n_tokens * plan.flops_per_token(model, cfg.seq_len)
-    given = {name: Candidate(run=run, flops=flops, tokens=n_tokens) for name, run in runs.items()}
-    results = measure(given, device=device, errors=errors, rounds=rounds, slot=cfg.slot)
+    results, runs = bench_8l.timed(
+        builders, flops=flops, tokens=n_tokens, device=device, rounds=rounds, slot=cfg.slot
+    )
     for result in results:
         if device == "cuda" and result.name.startswith("moekit") and result.error is None:
             result.idle = idle_share(runs[result.name])

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import measure
 import moe_kernels
 import moe_layer
 import peers
+import precision
 
 QUICK = dict(rounds=2, slot=1e-3, device="cpu")
 
@@ -228,6 +230,92 @@ def test_a_toy_step_leaves_out_what_is_compiled_on_a_cpu_and_a_part_that_fails_e
         "experts": [("experts", "ValueError: ModelConfig needs n_experts >= 1, got -1")],
         "whole_step": [("moekit", None)],
     }
+
+
+def test_each_role_of_a_policy_has_a_row_with_its_time_and_what_it_loses(tmp_path, monkeypatch, capsys):
+    make_model = precision.make_model  # of two layers it is made here: one dense, one of experts
+    monkeypatch.setattr(
+        precision, "make_model", lambda *args, **kw: replace(make_model(*args, **kw), n_layers=2)
+    )
+    cfg = precision.Config(
+        toy=True, emulate=True, batch_size=1, seq_len=32, n_microbatches=2, rounds=1, slot=1e-3, device="cpu",
+        json=tmp_path / "precision.json", plot=tmp_path / "precision.png",
+    )  # fmt: skip
+    precision.main(cfg)
+    record = json.loads(cfg.json.read_text(), parse_constant=pytest.fail)
+    parts = {
+        part: {r["name"]: r for r in results if "ceiling" not in r["name"]}
+        for part, results in record["parts"].items()
+    }
+    assert list(parts) == ["step", "layer 256x64x8", "whole_step"]
+    failed = {name: r["error"] for part in parts.values() for name, r in part.items() if r["error"]}
+    assert failed == {"torchao": "ValueError: torchao's kernels need CUDA, got cpu"}
+
+    rows = parts["step"]
+    found = [role for name in precision.ROLES for role in rows[name]["more"]["roles"]]
+    assert set(found) == set(precision.precision.ROLES) - {"dispatch_payload"}
+    for name, row in rows.items():
+        assert row["seconds"] > 0 and row["more"]["of_bf16"] > 0
+        if name == "bf16":
+            assert "sqnr_db" not in row["more"] and row["more"]["of_bf16"] == 1
+        else:
+            assert 5 < row["more"]["sqnr_db"]["all"] < 60
+    held = {name: row["more"]["held_bytes"] for name, row in rows.items()}
+    assert held["all, hollow parameters"] < held["saved_activations"] == held["bf16"] < held["all"]
+    # Of the weights' gradients of experts alone, nothing else is rounded.
+    experts, *others = (rows["experts_weight_grad"]["more"]["sqnr_db"][x] for x in ("experts", "head", "ffn"))
+    assert experts < 60 and all(x is None or x > 90 for x in others)
+    both = parts["layer 256x64x8"]["all, fp8 weight gradients"], parts["layer 256x64x8"]["all"]
+    assert both[0]["more"]["sqnr_db"]["down"] < both[1]["more"]["sqnr_db"]["down"]
+    assert "sqnr_db" not in parts["whole_step"]["all"]["more"] and parts["whole_step"]["all"]["seconds"] > 0
+    assert cfg.plot.stat().st_size > 0
+    printed = capsys.readouterr().out
+    assert "worst dB" in printed and "torchao" in printed
+
+
+def test_a_policy_is_compared_under_known_names_and_needs_units_or_emulation():
+    with pytest.raises(SystemExit, match="no candidate is called 'router'; known are 'bf16', 'attention_pro"):
+        precision.main(precision.Config(candidates=("all", "router"), device="cpu"))
+    with pytest.raises(SystemExit, match="a shape is TOKENSxD_MODELxEXPERTS, got '64x64'"):
+        precision.main(precision.Config(shapes=("64x64",), device="cpu"))
+    cfg = precision.Config(toy=True, parts=("layer",), candidates=("all",), rounds=1, slot=1e-3, device="cpu")
+    (results,) = precision.main(cfg)["parts"].values()
+    errors = {r.name: r.error for r in results if r.error}
+    assert list(errors) == ["all"] and "emulate=True" in errors["all"]
+
+
+def test_ratios_of_signal_to_noise_are_those_of_each_group_and_of_all():
+    want = torch.randn(3, 64, 64, dtype=torch.bfloat16)
+    noise = 2.0 ** torch.randint(-12, -8, want.shape) * want.sign()
+    pairs = {"noisy": [(want.float() + noise, want)], "exact": [(want[0], want[0])]}
+    found = precision.decibels(pairs)
+    signal, more = want.float().square().sum(), want[0].float().square().sum()
+    assert found["noisy"] == pytest.approx(10 * (signal / noise.square().sum()).log10().item(), abs=1e-2)
+    assert found["all"] - found["noisy"] == pytest.approx(10 * (1 + more / signal).log10().item(), abs=1e-2)
+    assert found["exact"] is None
+    with pytest.raises(ValueError, match="what came is not finite in bad, all"):
+        precision.decibels({"bad": [(want * torch.nan, want)]})
+
+
+def test_kernels_that_scatter_are_told_from_those_that_only_convert():
+    names = dict(_quantize=1, _scatter_quantized=2, _scatter=4, _backward=1)
+    seconds = names | {"void at::native::float8_copy_kernel_cuda": 2}
+    assert precision.converting(seconds) == dict(converting=0.3, converting_or_scattering=0.5)
+
+
+def test_what_surrounds_torchaos_product_is_a_layer():
+    weights, x, _ = moe_layer.make_layer(moe_layer.parse("96x32x8"), 3, "cpu")
+    routing = moe_layer.mk.route(weights["router"], x, top_k=3)
+    ends = []
+
+    def product(rows, w, offsets):
+        ends.append(offsets)
+        return torch.nn.functional.grouped_mm(rows, w, offs=offsets)
+
+    args = (x, routing.expert_ids, routing.weights, routing.counts, weights["gate_up"], weights["down"])
+    want = moe_layer.moekit(weights, 3, kernels="torch")[0](x)
+    torch.testing.assert_close(peers.padded_experts(*args, product=product), want, atol=2e-2, rtol=2e-2)
+    assert len(ends) == 2 and not any((x % 16).any() for x in ends)
 
 
 def test_results_name_the_commit_and_whether_the_code_differs_from_it(tmp_path, monkeypatch):
