@@ -178,7 +178,7 @@ def step(cfg: Config, policies: Policies) -> list[Result]:
     loss = our_loss(model, device=cfg.device)
     grad_fn = mk.value_and_grad(loss)
     want = grad_fn(params, batch)[1]
-    rounded = functools.cache(functools.partial(round_layers, masters, n_layers=model.n_layers))
+    rounded = functools.cache(functools.partial(precision.round_weights, masters))
 
     def build(name: str) -> Built:
         if name == BF16:
@@ -250,7 +250,7 @@ def whole_step(cfg: Config, policies: Policies) -> list[Result]:
         def options() -> dict[str, Any]:
             if name == BF16:
                 return {}
-            rounded = round_layers(state["master"], policies[name], n_layers=model.n_layers)
+            rounded = precision.round_weights(state["master"], policies[name])
             return dict(precision=policies[name], rounded=rounded)
 
         used = precision.hollow(params, policies[name]) if name == HOLLOW else params
@@ -261,14 +261,6 @@ def whole_step(cfg: Config, policies: Policies) -> list[Result]:
     n_tokens, rounds = n_sequences * cfg.seq_len, max(cfg.rounds // 2, 1)
     flops = n_tokens * plan.flops_per_token(model, cfg.seq_len)
     return compare(cfg, "whole_step", policies, build, flops=flops, tokens=n_tokens, rounds=rounds)
-
-
-def round_layers(masters: TensorDict, policy: Precision, *, n_layers: int) -> TensorDict:
-    """Return the rounded weights, with an entry for every layer: the model reads those that have none."""
-    rounded = precision.round_weights(masters, policy)
-    for i in range(n_layers):
-        rounded["layers", str(i)] = rounded.get(("layers", str(i)), TensorDict())
-    return rounded
 
 
 def compare(

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moekit._low_experts import LowExperts, Weights
+from moekit._low_experts import LowExperts, LowProducts, Weights
 from moekit._rowwise import rowwise
 from moekit.kernels import Products, aligned, choose_products, forget_saved, is_asked_for
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
@@ -17,7 +17,7 @@ from moekit.kernels.permute import Arrived, OneRank
 from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from moekit.mesh import local
 from moekit.precision import Precision, low_products, round_matrices
-from moekit.tree import check_names, check_values, held
+from moekit.tree import check_names, check_not_hollow, check_values, held, is_hollow
 
 Kernels = Literal["auto", "torch", "triton", "quack", "loop"]
 
@@ -79,11 +79,12 @@ def expert_forward(
         needs = f"offsets that ascend from 0 to at most the {len(rows)} rows"
         check_values((ends.diff() >= 0).all(), "expert_forward", needs, offsets.tolist)
     products = choose_products("expert_forward", kernels, len(rows), gate_up)
-    if low := low_products("expert_forward", precision, products, rows.device):
+    if low := low_products("expert_forward", precision, products, rows):
         into, gate_up, down = _buffers(grad_into, experts, gate_up, down)
-        weights = _rounded(rounded, gate_up, down, precision)
+        weights = _rounded(rounded, gate_up, down, precision, low)
         exchange = Arrived(products.elementwise)
         return LowExperts.apply(rows, None, gate_up, down, offsets, None, None, weights, low, into, exchange)
+    check_not_hollow("expert_forward", gate_up=gate_up, down=down)
     # Torch's products of other dtypes have no fake form, and that of ours is not differentiable.
     traced = torch.compiler.is_compiling() and products.forward == "torch" and rows.dtype != torch.bfloat16
     if products.elementwise == "triton" or grad_into is not None or traced:
@@ -118,20 +119,30 @@ def experts_over_tokens(
     gate_up, down = _weights(experts, x, offsets)
     into, gate_up, down = _buffers(grad_into, experts, gate_up, down)
     args = (x, weights, gate_up, down, offsets, places, base)
-    if low := low_products("moe", precision, products, x.device):
-        return LowExperts.apply(*args, _rounded(rounded, gate_up, down, precision), low, into, exchange)
+    if low := low_products("moe", precision, products, x):
+        return LowExperts.apply(*args, _rounded(rounded, gate_up, down, precision, low), low, into, exchange)
+    check_not_hollow("moe", gate_up=gate_up, down=down)
     return _Experts.apply(*args, products, into, exchange)
 
 
 def _rounded(
-    rounded: Mapping[str, Any] | None, gate_up: Tensor, down: Tensor, precision: Precision | None
+    rounded: Mapping[str, Any] | None,
+    gate_up: Tensor,
+    down: Tensor,
+    precision: Precision | None,
+    low: LowProducts,
 ) -> tuple[Weights, Weights]:
     """Return both matrices as either product reads them, rounded here unless that has been done."""
     if rounded is None:
         assert precision is not None
         rounded = round_matrices(dict(gate_up=gate_up, down=down), precision, "experts")
-    check_names("expert_forward", "rounded", rounded, "gate_up", "down")
-    return Weights.of(gate_up, rounded["gate_up"]), Weights.of(down, rounded["down"])
+    if low.forward or low.input_grad:
+        check_names("expert_forward", "rounded", rounded, "gate_up", "down")
+    of_gate_up, of_down = (
+        Weights.of("expert_forward", name, w, rounded.get(name, {}), low.forward, low.input_grad)
+        for name, w in (("gate_up", gate_up), ("down", down))
+    )
+    return of_gate_up, of_down
 
 
 def _weights(experts: Mapping[str, Tensor], rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,6 +171,8 @@ def _weights(experts: Mapping[str, Tensor], rows: Tensor, offsets: Tensor) -> tu
 
 def _strided(weights: Float[Tensor, "E k n"]) -> Float[Tensor, "E k n"]:
     """Return the weights as kernels read them: each matrix dense, 16 bytes or a multiple between two."""
+    if is_hollow(weights):  # nothing reads it
+        return weights
     _, k, n = weights.shape
     step, *strides = weights.stride()
     dense = tuple(strides) in ((n, 1), (1, k)) and step * weights.element_size() % 16 == 0

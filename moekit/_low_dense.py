@@ -33,7 +33,7 @@ def low_linear(
     Differentiable, once. Keeps ``x``, in ``saved`` if given. ``rounded`` is from
     :func:`moekit.precision.round_matrix`.
     """
-    weights = Weights.of(w, rounded)
+    weights = Weights.of("linear", "weights", w, rounded, form, form)
     y = _LowLinear.apply(x.reshape(-1, x.shape[-1]), w, weights, form, weight_grad, saved, kernels)
     return y.view(*x.shape[:-1], w.shape[-1])
 
@@ -93,7 +93,8 @@ def low_feed_forward(
     plain = choose_products("feed_forward", kernels, len(rows), gate_up[None])
     plan = LowProducts(form, form, weight_grad, saved, plain)
     weights = [
-        Weights.of(w[None], one_expert(rounded[name])) for name, w in (("gate_up", gate_up), ("down", down))
+        Weights.of("feed_forward", name, w[None], one_expert(rounded.get(name, {})), form, form)
+        for name, w in (("gate_up", gate_up), ("down", down))
     ]
     args = (rows, None, gate_up[None], down[None], offsets, None, None, weights, plan, (None, None))
     return LowExperts.apply(*args, Arrived(kernels)).view(x.shape)

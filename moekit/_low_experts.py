@@ -19,6 +19,7 @@ from moekit.kernels.quantize import Format, Quantized, dequantize, quantize, qua
 from moekit.kernels.scaled_mm import scaled_grouped_mm, scaled_weight_grad
 from moekit.kernels.swiglu import swiglu_backward, swiglu_forward
 from moekit.kernels.swiglu_quantized import swiglu_backward_quantized, swiglu_forward_quantized
+from moekit.tree import check_not_hollow
 
 Operand = Tensor | Quantized
 
@@ -49,21 +50,47 @@ class LowProducts(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """One of the experts' matrices, (E, K, N), as the two products with it read it."""
+    """A matrix, or one of each expert, (*E, K, N), as the two products with it read it."""
 
     forward: Operand
     input_grad: Operand
 
     @classmethod
-    def of(cls, w: Tensor, rounded: Mapping[str, Any]) -> "Weights":
-        """Return what has been rounded of ``w``, and a view of ``w`` where nothing has."""
-        views = {"forward": w, "input_grad": w.mT}
-        return cls(
-            **{
-                name: Quantized(**rounded[name]) if name in rounded.keys() else view
-                for name, view in views.items()
-            }
-        )
+    def of(
+        cls,
+        who: str,
+        name: str,
+        w: Tensor,
+        rounded: Mapping[str, Any],
+        forward: Format | None,
+        input_grad: Format | None,
+    ) -> "Weights":
+        """Return what has been rounded of ``w`` to these formats, and views of ``w`` for None.
+
+        Raises
+        ------
+        ValueError
+            Where what is needed has not been rounded, or to another format.
+        """
+        operands = []
+        for product, view, form in (("forward", w.mT, forward), ("input_grad", w, input_grad)):
+            if form is None:
+                check_not_hollow(who, **{name: w})
+                operands.append(view.mT)
+                continue
+            q = Quantized(**rounded[product]) if product in rounded.keys() else None
+            if q is None or not q.is_of(form, view.shape):
+                got = (
+                    "none"
+                    if q is None
+                    else f"{q.values.dtype} {tuple(q.values.shape)} with {q.scales.dtype} scales"
+                )
+                raise ValueError(
+                    f"{who} needs {name} rounded to {form} for {product}, got {got}; pass "
+                    "rounded=round_weights(weights, precision) of the same policy"
+                )
+            operands.append(q)
+        return cls(*operands)
 
 
 class LowExperts(torch.autograd.Function):

@@ -20,7 +20,7 @@ from moekit.kernels.feed_forward import feed_forward as dense
 from moekit.kernels.permute import OneRank, expert_slots
 from moekit.mesh import local
 from moekit.precision import Precision, check_payload, dense_forms, round_matrices
-from moekit.tree import check_names
+from moekit.tree import check_names, check_not_hollow
 
 
 def moe(
@@ -120,8 +120,9 @@ def feed_forward(
     """
     check_names("feed_forward", "params", params, "gate_up", "down")
     gate_up, down = local(params["gate_up"]), local(params["down"])
-    forms = dense_forms("feed_forward", precision, "feed_forward", x.device)
+    forms = dense_forms("feed_forward", precision, "feed_forward", x)
     if forms is None:
+        check_not_hollow("feed_forward", gate_up=gate_up, down=down)
         return dense(x, gate_up, down, kernels=kernels)
     assert precision is not None
     if rounded is None:
@@ -139,8 +140,9 @@ def linear(
     kernels: str,
 ) -> Float[Tensor, "*n N"]:
     """Return ``x @ w``, of operands in the format that a policy has for this role."""
-    forms = dense_forms("linear", precision, role, x.device)
+    forms = dense_forms("linear", precision, role, x)
     if forms is None:
+        check_not_hollow("linear", weights=w)
         return x @ w
     assert precision is not None
     rounded = round_matrices(dict(w=w), precision, role)["w"] if rounded is None else rounded

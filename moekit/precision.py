@@ -22,7 +22,7 @@ from moekit._low_experts import LowProducts
 from moekit.config import ModelConfig
 from moekit.kernels import Products, scaled_mm
 from moekit.kernels.quantize import FP8_ROWWISE as FP8, MXFP8 as MX, Format, Quantized, quantize
-from moekit.tree import held, map_named, named, nested, on_mesh
+from moekit.tree import check_not_hollow, held, map_named, named, nested, on_mesh
 
 FORMATS = {
     "fp8_rowwise": FP8,
@@ -194,9 +194,7 @@ def preset(name: str, **changes: Any) -> Precision:
 # --- Experts --------------------------------------------------------------------------
 
 
-def low_products(
-    who: str, policy: Precision | None, plain: Products, device: torch.device
-) -> LowProducts | None:
+def low_products(who: str, policy: Precision | None, plain: Products, x: Tensor) -> LowProducts | None:
     """Return the formats of the experts' operands; None where the policy rounds none.
 
     Raises
@@ -207,7 +205,7 @@ def low_products(
     if policy is None:
         return None
     roles = ("experts_forward", "experts_input_grad", "experts_weight_grad", "saved_activations")
-    forward, input_grad, weight_grad, saved = (_form_on(who, policy, role, device) for role in roles)
+    forward, input_grad, weight_grad, saved = (_form_on(who, policy, role, x) for role in roles)
     low = LowProducts(forward, input_grad, weight_grad, saved, plain)
     return low if any(low[:-1]) else None
 
@@ -222,11 +220,11 @@ def check_payload(who: str, policy: Precision | None, payload: torch.dtype | Non
         )
 
 
-def _form_on(who: str, policy: Precision, role: str, device: torch.device) -> Format | None:
+def _form_on(who: str, policy: Precision, role: str, x: Tensor) -> Format | None:
     form = policy.form(role)
     if form is None or role in STORED or policy.emulate:
         return form
-    if why := scaled_mm.why_emulated(form, device, over_tokens=role.endswith("weight_grad")):
+    if why := scaled_mm.why_emulated(form, x.device, x.dtype, over_tokens=role.endswith("weight_grad")):
         raise ValueError(
             f"{who} needs a device's units for {role}={getattr(policy, role)!r}: {why}; take another format, "
             "or a Precision with emulate=True, exact and slow"
@@ -235,12 +233,12 @@ def _form_on(who: str, policy: Precision, role: str, device: torch.device) -> Fo
 
 
 def dense_forms(
-    who: str, policy: Precision | None, role: str, device: torch.device
+    who: str, policy: Precision | None, role: str, x: Tensor
 ) -> tuple[Format, Format | None, Format | None] | None:
     """Return the formats of dense products, their weights' gradients and what is kept; None for none."""
     if policy is None:
         return None
-    form, weight_grad = (_form_on(who, policy, name, device) for name in (role, "dense_weight_grad"))
+    form, weight_grad = (_form_on(who, policy, name, x) for name in (role, "dense_weight_grad"))
     return None if form is None else (form, weight_grad, policy.form("saved_activations"))
 
 
@@ -326,6 +324,7 @@ def _forms_of(policy: Precision, role: str) -> tuple[Format | None, Format | Non
 
 def _round(w: Tensor, form: Format) -> Quantized:
     """Round along the last dim; of a matrix that ranks share, the whole comes back, in eight bits."""
+    check_not_hollow("round_weights", weights=w)
     rows, summed = (
         [isinstance(w, DTensor) and p.is_shard(dim) for p in (w.placements if isinstance(w, DTensor) else ())]
         for dim in (w.ndim - 2, w.ndim - 1)

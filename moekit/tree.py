@@ -94,6 +94,16 @@ def is_hollow(x: Tensor) -> bool:
     return x.numel() > 1 and not any(held(x).stride())
 
 
+def check_not_hollow(who: str, **weights: Tensor) -> None:
+    """Raise ``ValueError`` for weights without values, which read as zeros."""
+    for name, w in weights.items():
+        if is_hollow(w):
+            raise ValueError(
+                f"{who} needs {name} with values, got a hollow one; pass precision= and rounded=, made by "
+                "moekit.precision.round_weights from the masters"
+            )
+
+
 def has_values(x: Tensor) -> bool:
     """Whether there are numbers in a tensor: not on the meta device, and not in a dry run."""
     return not (x.is_meta or isinstance(x, FakeTensor))

@@ -164,7 +164,8 @@ def test_kernels_give_what_plain_torch_does():
 
 
 def test_a_graph_that_is_retained_gives_the_same_gradients_again():
-    x = draw(T, D, dtype=torch.float32).requires_grad_()
+    pytest.importorskip("triton")
+    x = draw(12, D, dtype=torch.float32).requires_grad_()
     experts = {
         "gate_up": draw(N_EXPERTS, D, 2 * H, dtype=torch.float32),
         "down": draw(N_EXPERTS, H, D, dtype=torch.float32),
@@ -228,6 +229,37 @@ def test_rounded_weights_are_kept_in_the_memory_of_bfloat16(params):
     empty = flat(hollow(params, FP8))
     assert all(empty[name].untyped_storage().nbytes() == 4 for name in names)
     assert all(empty[name] is w for name, w in flat(params).items() if name not in names)
+
+
+def test_weights_of_another_policy_or_none_are_refused(params):
+    other = round_weights(params, MXFP8)
+    with refuses("needs weights rounded to Format(elements=torch.float8_e4m3fn, block=None, rounding=None)"):
+        loss_and_grads(params, FP8, rounded=other)
+    forward = round_weights(params, Precision(experts_forward="fp8_rowwise", emulate=True))
+    both = Precision(experts_forward="fp8_rowwise", experts_input_grad="fp8_rowwise", emulate=True)
+    with refuses("expert_forward needs gate_up rounded to"):
+        loss_and_grads(params, both, rounded=forward)
+    with refuses("got none; pass rounded=round_weights(weights, precision) of the same policy"):
+        loss_and_grads(params, both, rounded=forward)
+    for policy in (None, FP8):
+        with refuses("got a hollow one"):
+            loss_and_grads(hollow(params, FP8), policy)
+
+
+@pytest.mark.parametrize("role", precision.ROLES)
+def test_a_model_takes_each_role_alone_with_weights_that_have_been_rounded(role, params):
+    if role == "dispatch_payload":
+        policy = Precision(dispatch_payload="fp8_rowwise")  # of a transport
+        with refuses("needs a transport with payload=torch.float8_e4m3fn"):
+            loss_and_grads(params, policy)
+        return
+    dense = dict(feed_forward="mxfp8") if role == "dense_weight_grad" else {}
+    policy = Precision(**{role: "mxfp8"}, **dense, emulate=True)
+    loss, grads = loss_and_grads(params, policy)
+    again, same = loss_and_grads(params, policy, rounded=round_weights(params, policy))
+    assert torch.equal(loss, again) and all(torch.equal(grads[name], same[name]) for name in grads)
+    _, want = loss_and_grads(params, None)
+    assert 5 < decibels([grads[n] for n in want], want.values()) < 50
 
 
 def train(params, policy, *, steps, is_hollow):

@@ -85,6 +85,15 @@ class Quantized(NamedTuple):
     values: Shaped[Tensor, "*n d"]
     scales: Shaped[Tensor, "*n b"]
 
+    def is_of(self, form: Format, shape: tuple[int, ...]) -> bool:
+        """Say whether these are numbers of a format and a shape."""
+        kind = torch.float32 if form.rounding is None else torch.float8_e8m0fnu
+        values, scales = (form.elements, shape), (kind, (*shape[:-1], form.n_scales(shape[-1])))
+        return (self.values.dtype, self.values.shape) == values and (
+            self.scales.dtype,
+            self.scales.shape,
+        ) == scales
+
 
 def quantize(
     x: Float[Tensor, "*n d"],
@@ -203,7 +212,8 @@ def quantize_columns(
     at, ends, room = apart(offsets, r, form.block or 16)
     if has_kernel("quantize_columns", form, x, kernels):
         row = torch.full((room + 1,), r, device=x.device).index_copy_(0, at, torch.arange(r, device=x.device))
-        return Columns(*torch.ops.moekit.quantize_columns(x, row[:room], offsets, ends), ends)
+        values, scales = torch.ops.moekit.quantize_columns(x, row[:room], offsets, ends)
+        return Columns(values, scales, ends)
     kept = x.where((at < room)[:, None], 0)
     columns = x.new_zeros(room + 1, d).index_copy_(0, at, kept)[:room].T
     if form.block is not None:
@@ -247,7 +257,7 @@ def _quantize_op(x: Tensor, end: Tensor | None) -> tuple[Tensor, Tensor]:
     x, end = x.contiguous(), None if end is None else end.contiguous()
     values, scales = _quantized_like(x, end)
     if values.numel():
-        block = next_power_of_2(x.shape[1])
+        block = min(next_power_of_2(x.shape[1]), WIDEST)
         _quantize[(len(x),)](
             *(x, end, values, scales, x.shape[1], 0 if end is None else len(end)),
             **dict(INTERPRETED=INTERPRETED, BLOCK=block, num_warps=warps_of_row(block)),
@@ -286,6 +296,7 @@ def _columns_like(x, row, offsets, ends):
     )
 
 
+WIDEST = 8192  # numbers that a program holds of a row
 SPLITS = 8  # programs that share the rows of a group
 
 
@@ -335,11 +346,17 @@ def _quantize(
     if end is not None:
         if row >= tl.load(end + n_ends - 1):
             return
-    column = tl.arange(0, BLOCK)
-    value = tl.load(x + row * d + column, mask=column < d, other=0.0).to(tl.float32)
-    scale, inverse = scale_of_magnitude(tl.max(magnitude(value)))
-    tl.store(values + row * d + column, to_fp8(value * inverse, INTERPRETED), mask=column < d)
+    most = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, d, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * d + column, mask=column < d, other=0.0).to(tl.float32)
+        most = tl.maximum(most, magnitude(value))
+    scale, inverse = scale_of_magnitude(tl.max(most))
     tl.store(scales + row, scale)
+    for start in range(0, d, BLOCK):  # read again, from a cache
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * d + column, mask=column < d, other=0.0).to(tl.float32)
+        tl.store(values + row * d + column, to_fp8(value * inverse, INTERPRETED), mask=column < d)
 
 
 @jit

@@ -39,7 +39,7 @@ def scaled_mm(
     """Return ``x @ weights.T`` of x (r, K) and weights (N, K). Not differentiable."""
     n, k = len(weights.values), x.values.shape[-1]
     check_shapes("scaled_mm", weights=(weights.values, (n, k)))
-    if _is_native(kernels, x):
+    if _is_native(kernels, x, dtype):
         return torch.ops.moekit.native_mm(*x, *weights, None, dtype)
     wide = _exact_in(x, dtype)
     return (dequantize(x, wide) @ dequantize(weights, wide).T).to(dtype)
@@ -65,7 +65,7 @@ def scaled_grouped_mm(
         offsets=(offsets, (e,)),
         out=(out, (r, n)),
     )
-    if _is_native(kernels, rows):
+    if _is_native(kernels, rows, dtype):
         product = torch.ops.moekit.native_mm(*rows, *weights, offsets, dtype)
     else:
         wide = _exact_in(rows, dtype)
@@ -89,7 +89,7 @@ def scaled_weight_grad(
     """
     (k, r), n = rows.values.shape, len(grad.values)
     check_shapes("scaled_weight_grad", grad=(grad.values, (n, r)), into=(into, (len(rows.ends), k, n)))
-    if _is_native(kernels, rows):
+    if _is_native(kernels, rows, dtype):
         product = torch.ops.moekit.native_weight_grad(
             rows.values, rows.scales, grad.values, grad.scales, rows.ends, dtype
         )
@@ -118,26 +118,34 @@ def _plain(dtype: torch.dtype, like: Tensor) -> str:
     return "triton" if like.is_cuda and dtype == torch.float32 else "torch"
 
 
-def why_emulated(form: Format, device: torch.device, *, over_tokens: bool = False) -> str | None:
+def why_emulated(
+    form: Format,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    over_tokens: bool = False,
+) -> str | None:
     """Return why products of a format are made of wider ones on a device; None where it has units for it.
 
-    ``over_tokens``: those that sum over tokens, weights' gradients.
+    ``dtype`` is that of the result; ``over_tokens`` are products that sum over tokens, weights' gradients.
     """
     if device.type != "cuda":
         return f"a device of type {device.type} has no units for it"
     needs = {FP8_ROWWISE: (9, 0), MXFP8: (10, 0), replace(MXFP8, rounding="floor"): (10, 0)}.get(form)
     if needs is None or (over_tokens and form.block is not None):
         return "moekit uses no units for it"
+    if dtype != torch.bfloat16:
+        return f"its units give bfloat16, not {dtype}"
     if (capability := torch.cuda.get_device_capability(device)) != needs:
         return f"it needs compute capability {needs[0]}.{needs[1]}, got {capability[0]}.{capability[1]}"
     return None
 
 
-def _is_native(kernels: str, x: Quantized | Columns) -> bool:
+def _is_native(kernels: str, x: Quantized | Columns, dtype: torch.dtype) -> bool:
     if kernels != "auto":
         return kernels == "native"
     form = FP8_ROWWISE if x.scales.dtype == torch.float32 else MXFP8
-    reason = why_emulated(form, x.values.device, over_tokens=isinstance(x, Columns))
+    reason = why_emulated(form, x.values.device, dtype, over_tokens=isinstance(x, Columns))
     return x.values.dtype == form.elements and reason is None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from moekit.kernels._backend import INTERPRETED, check_shapes, jit, next_power_of_2, operator, tl
 from moekit.kernels.quantize import (
     FP8_ROWWISE,
+    WIDEST,
     Format,
     Quantized,
     dequantize,
@@ -41,16 +42,17 @@ def swiglu_forward_quantized(
     """
     r, h2 = gate_up.shape
     _check("swiglu_forward_quantized", h2, weights=(weights, (r,)))
-    if has_kernel("swiglu_forward_quantized", form, gate_up, kernels) and keep in (None, FP8_ROWWISE):
+    fused = keep in (None, FP8_ROWWISE) and h2 <= 2 * WIDEST
+    if has_kernel("swiglu_forward_quantized", form, gate_up, kernels) and fused:
         values, scales, *kept = torch.ops.moekit.swiglu_quantized(gate_up, weights, end, keep is not None)
         return Quantized(values, scales[:, None]), gate_up if keep is None else Quantized(
             kept[0], kept[1][:, None]
         )
-    wide = torch.promote_types(gate_up.dtype, torch.float32)
-    hidden = swiglu_forward(gate_up.to(wide), weights, end, kernels="torch")
-    return quantize(hidden, form, kernels="torch"), gate_up if keep is None else quantize(
-        gate_up, keep, kernels="torch"
-    )
+    passes = _of_passes(form, gate_up, kernels)
+    wide = gate_up if passes == "auto" else gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
+    hidden = swiglu_forward(wide, weights, end, kernels=passes)
+    low = quantize(hidden, form, end=end, kernels=passes)
+    return low, gate_up if keep is None else quantize(gate_up, keep, end=end, kernels=passes)
 
 
 def swiglu_backward_quantized(
@@ -72,7 +74,8 @@ def swiglu_backward_quantized(
     r, h2 = values.shape
     _check("swiglu_backward_quantized", h2, weights=(weights, (r,)), grad=(grad, (r, h2 // 2)))
     rowwise = not isinstance(gate_up, Quantized) or gate_up.scales.dtype == torch.float32
-    if has_kernel("swiglu_backward_quantized", form, grad, kernels) and rowwise:
+    fused = rowwise and h2 <= 2 * WIDEST
+    if has_kernel("swiglu_backward_quantized", form, grad, kernels) and fused:
         scales = gate_up.scales if isinstance(gate_up, Quantized) else None
         args = (grad, values, scales, weights, end)
         if in_place:
@@ -82,10 +85,17 @@ def swiglu_backward_quantized(
         else:
             low, scales, wide, hidden, grad_weights = torch.ops.moekit.swiglu_backward_quantized(*args)
         return Quantized(low, scales[:, None]), wide, hidden, None if weights is None else grad_weights
-    dtype = torch.promote_types(grad.dtype, torch.float32)
-    full = dequantize(gate_up, dtype) if isinstance(gate_up, Quantized) else gate_up.to(dtype)
-    wide, hidden, grad_weights = swiglu_backward(grad.to(dtype), full, weights, end, kernels="torch")
-    return quantize(wide, form, kernels="torch"), wide.to(grad.dtype), hidden.to(grad.dtype), grad_weights
+    passes = _of_passes(form, grad, kernels)
+    dtype = grad.dtype if passes == "auto" else torch.promote_types(grad.dtype, torch.float32)
+    full = dequantize(gate_up).to(dtype) if isinstance(gate_up, Quantized) else gate_up.to(dtype)
+    wide, hidden, grad_weights = swiglu_backward(grad.to(dtype), full, weights, end, kernels=passes)
+    low = quantize(wide, form, end=end, kernels=passes)
+    return low, wide.to(grad.dtype), hidden.to(grad.dtype), grad_weights
+
+
+def _of_passes(form: Format, x: Tensor, kernels: str) -> str:
+    """Return the kernels of passes one after the other: a row that no program holds has Triton's."""
+    return "auto" if has_kernel("swiglu", form, x, kernels) else "torch"
 
 
 def _check(who: str, h2: int, **shapes) -> None:
