@@ -309,7 +309,8 @@ def round_matrix(w: Float[Tensor, "*E K N"], policy: Precision, role: str = "exp
     Returns
     -------
     TensorDict
-        Of either, ``values`` (*E, N, K) or (*E, K, N), and ``scales`` (*E, N, b) or (*E, K, b).
+        Of either, ``values`` and ``scales``: of one with experts (E, N, K) and (E, N, b), or (E, K, N) and
+        (E, K, b).
     """
     forward, input_grad = _forms_of(policy, role)
     of = {"forward": (w.mT, forward), "input_grad": (w, input_grad)}
