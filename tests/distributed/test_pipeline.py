@@ -308,3 +308,11 @@ def test_a_stage_that_does_not_get_its_layers_turns_red():
     twice = [stages[0], replace(stages[1], layers=range(stages[1].layers.start - 1, 4))]
     (got, _), _ = one_process(config, twice)(params, BATCH)
     assert abs(got - want) > 1e-3
+
+
+def test_pipelines_compute_in_eight_bits_as_one_process_does():
+    config, _ = model(d_model=32, d_dense=32, d_head=8, d_expert=32, d_shared=32, init_std=0.2)
+    layout = dict(pp=2, edp=1, ep=2, n_microbatches=4)
+    policy = mk.precision.preset("mxfp8", emulate=True, saved_activations="mxfp8")
+    fixed = dict(assignment="random", key=mk.random.make_key(3))
+    check(config, ["1f1b", "zero-bubble"], layout, precision=policy, **fixed)
