@@ -26,15 +26,18 @@ def low_linear(
     weight_grad: Format | None = None,
     saved: Format | None = None,
     *,
+    x_low: Quantized | None = None,
     kernels: str = "auto",
 ) -> Float[Tensor, "*n N"]:
     """Return ``x @ w`` of operands in a format, and so the gradient of ``x``; that of ``w`` as it says.
 
     Differentiable, once. Keeps ``x``, in ``saved`` if given. ``rounded`` is from
-    :func:`moekit.precision.round_matrix`.
+    :func:`moekit.precision.round_matrix`, ``x_low`` is ``x`` in the format, where it has been rounded.
     """
     weights = Weights.of("linear", "weights", w, rounded, form, form)
-    y = _LowLinear.apply(x.reshape(-1, x.shape[-1]), w, weights, form, weight_grad, saved, kernels)
+    rows = x.reshape(-1, x.shape[-1])
+    low = quantize(rows, form, kernels=kernels) if x_low is None else x_low.rows()
+    y = _LowLinear.apply(rows, w, weights, low, form, weight_grad, saved, kernels)
     return y.view(*x.shape[:-1], w.shape[-1])
 
 
@@ -42,8 +45,7 @@ class _LowLinear(torch.autograd.Function):
     gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
 
     @staticmethod
-    def forward(ctx, x, w, weights, form, weight_grad, saved, kernels):
-        low = quantize(x, form, kernels=kernels)
+    def forward(ctx, x, w, weights, low, form, weight_grad, saved, kernels):
         if saved is None:
             ctx.save_for_backward(x)
         else:
@@ -70,7 +72,7 @@ class _LowLinear(torch.autograd.Function):
             grad_w = scaled_weight_grad(*columns, dtype=grad.dtype)
             assert grad_w is not None  # there is no buffer
             grad_w = grad_w[0]
-        return grad_x, grad_w, *[None] * 5
+        return grad_x, grad_w, *[None] * 6
 
 
 def low_feed_forward(
@@ -82,6 +84,7 @@ def low_feed_forward(
     weight_grad: Format | None = None,
     saved: Format | None = None,
     *,
+    x_low: Quantized | None = None,
     kernels: str = "auto",
 ) -> Float[Tensor, "*n d"]:
     """Return ``swiglu(x @ gate_up) @ down``: one expert that takes every token. As :func:`low_linear`.
@@ -97,7 +100,8 @@ def low_feed_forward(
         for name, w in (("gate_up", gate_up), ("down", down))
     ]
     args = (rows, None, gate_up[None], down[None], offsets, None, None, weights, plan, (None, None))
-    return LowExperts.apply(*args, Arrived(kernels)).view(x.shape)
+    exchange = Arrived(kernels, None if x_low is None else x_low.rows())
+    return LowExperts.apply(*args, exchange).view(x.shape)
 
 
 def one_expert(rounded: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:

@@ -18,6 +18,7 @@ from moekit._rowwise import rowwise
 from moekit.kernels import check_shapes, choose_products, elementwise
 from moekit.kernels.feed_forward import feed_forward as dense
 from moekit.kernels.permute import OneRank, expert_slots
+from moekit.kernels.quantize import Quantized
 from moekit.mesh import local
 from moekit.precision import Precision, check_payload, dense_forms, round_matrices
 from moekit.tree import check_names, check_not_hollow
@@ -32,6 +33,7 @@ def moe(
     kernels: Kernels = "auto",
     precision: Precision | None = None,
     rounded: TensorDict | None = None,
+    x_low: Quantized | None = None,
     grad_into: TensorDict | Mapping[str, Tensor] | None = None,
     mesh: DeviceMesh | None = None,
     **route_options: Any,
@@ -53,6 +55,8 @@ def moe(
         As for :func:`moekit.dispatch`.
     kernels, precision, rounded, grad_into
         As for :func:`moekit.expert_forward`.
+    x_low : Quantized, optional
+        ``x`` in the format of the shared expert, where whoever made it has rounded it.
 
     Returns
     -------
@@ -74,7 +78,12 @@ def moe(
     if "shared" in params.keys():
         of_shared = None if rounded is None else rounded.get("shared", None)
         base = feed_forward(
-            params["shared"], x, kernels=elementwise(kernels), precision=precision, rounded=of_shared
+            params["shared"],
+            x,
+            kernels=elementwise(kernels),
+            precision=precision,
+            rounded=of_shared,
+            x_low=x_low,
         )
         check_shapes("moe", **{"what the shared expert gives": (base, x.shape)})
     check_payload("moe", precision, getattr(via, "payload", None))
@@ -112,11 +121,12 @@ def feed_forward(
     kernels: str = "auto",
     precision: Precision | None = None,
     rounded: TensorDict | None = None,
+    x_low: Quantized | None = None,
 ) -> Float[Tensor, "*n d"]:
     """Apply a dense SwiGLU feed-forward: ``gate_up`` (d, 2h), ``down`` (h, d). Pure and differentiable.
 
     See :func:`moekit.kernels.feed_forward.feed_forward`; ``precision`` and ``rounded`` are as for
-    :func:`moekit.expert_forward`.
+    :func:`moekit.expert_forward`, ``x_low`` is ``x`` in the format, where whoever made it has rounded it.
     """
     check_names("feed_forward", "params", params, "gate_up", "down")
     gate_up, down = local(params["gate_up"]), local(params["down"])
@@ -127,7 +137,7 @@ def feed_forward(
     assert precision is not None
     if rounded is None:
         rounded = round_matrices(dict(gate_up=gate_up, down=down), precision, "feed_forward")
-    return low_feed_forward(x, gate_up, down, rounded, *forms, kernels=kernels)
+    return low_feed_forward(x, gate_up, down, rounded, *forms, x_low=x_low, kernels=kernels)
 
 
 def linear(
@@ -137,6 +147,7 @@ def linear(
     precision: Precision | None,
     rounded: TensorDict | None,
     *,
+    x_low: Quantized | None = None,
     kernels: str,
 ) -> Float[Tensor, "*n N"]:
     """Return ``x @ w``, of operands in the format that a policy has for this role."""
@@ -146,4 +157,4 @@ def linear(
         return x @ w
     assert precision is not None
     rounded = round_matrices(dict(w=w), precision, role)["w"] if rounded is None else rounded
-    return low_linear(x, w, rounded, *forms, kernels=kernels)
+    return low_linear(x, w, rounded, *forms, x_low=x_low, kernels=kernels)

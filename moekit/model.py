@@ -38,7 +38,8 @@ from moekit.context import (
 from moekit.kernels import check_kernels, elementwise
 from moekit.kernels.attention import attention_of_qkv, find_documents, has_kernel
 from moekit.kernels.qk_norm_rope import Rope, is_per_head, qk_norm_rope, rotate as rotate
-from moekit.kernels.rms_norm import rms_norm as normed
+from moekit.kernels.quantize import Quantized
+from moekit.kernels.rms_norm import rms_norm as normed, rms_norm_quantized
 from moekit.losses import cross_entropy
 from moekit.mesh import local
 from moekit.params import param_shapes
@@ -98,6 +99,7 @@ def attention(
     kernels: str = "auto",
     precision: Precision | None = None,
     rounded: TensorDict | None = None,
+    x_low: Quantized | None = None,
 ) -> Float[Tensor, "b s d"]:
     """Attend causally, within documents where a mask says so, with grouped queries.
 
@@ -132,6 +134,8 @@ def attention(
         Its ``attention_projections`` are the products with ``qkv`` and ``out``.
     rounded : TensorDict, optional
         Both, from :func:`moekit.precision.round_weights`; by default they are rounded in the call.
+    x_low : Quantized, optional
+        ``x`` in the format of these products, where whoever made it has rounded it.
 
     Returns
     -------
@@ -142,11 +146,12 @@ def attention(
     Ainslie et al., GQA, 2023. https://arxiv.org/abs/2305.13245
     """
 
-    def project(name: str, z: Tensor) -> Tensor:
-        low = None if rounded is None else rounded.get(name, None)
-        return linear("attention_projections", z, local(params[name]), precision, low, kernels=kernels)
+    def project(name: str, z: Tensor, z_low: Quantized | None = None) -> Tensor:
+        options: dict[str, Any] = dict(x_low=z_low, kernels=kernels)
+        weights = None if rounded is None else rounded.get(name, None)
+        return linear("attention_projections", z, local(params[name]), precision, weights, **options)
 
-    qkv = project("qkv", x)
+    qkv = project("qkv", x, x_low)
     d_head = qkv.shape[-1] // (n_heads + 2 * n_kv_heads)
     q_gain, k_gain = (local(params[x]) if x in params.keys() else None for x in ("q_norm", "k_norm"))
     heads: dict[str, Any] = dict(n_heads=n_heads, n_kv_heads=n_kv_heads, eps=eps)
@@ -221,7 +226,7 @@ def transformer_block(
     def low(part: str) -> dict[str, Any]:
         return {"precision": precision, "rounded": None if rounded is None else rounded.get(part, None)}
 
-    def mix(z: Tensor) -> Tensor:
+    def mix(z: Tensor, z_low: Quantized | None) -> Tensor:
         return attention(
             params["attention"],
             z,
@@ -232,12 +237,14 @@ def transformer_block(
             attend=attend,
             eps=eps,
             kernels=elementwise(kernels),
+            x_low=z_low,
             **low("attention"),
         )
 
-    def feed(z: Tensor) -> tuple[Tensor, Routing | None]:
+    def feed(z: Tensor, z_low: Quantized | None) -> tuple[Tensor, Routing | None]:
         if "ffn" in params.keys():
-            return feed_forward(params["ffn"], z, kernels=elementwise(kernels), **low("ffn")), None
+            options: dict[str, Any] = dict(kernels=elementwise(kernels), x_low=z_low, **low("ffn"))
+            return feed_forward(params["ffn"], z, **options), None
         y, routing = moe(
             params["moe"],
             rearrange(z, "b s d -> (b s) d"),
@@ -248,6 +255,7 @@ def transformer_block(
             n_groups=config.n_groups,
             top_groups=config.top_groups,
             kernels=kernels,
+            x_low=None if z_low is None else z_low.rows(),
             **low("moe"),
             **moe_options,
         )
@@ -258,11 +266,19 @@ def transformer_block(
             return rms_norm(z, params[name], eps, residual=residual, kernels=kernels)
         return z if residual is None else residual + z
 
+    def norm_in(name: str, z: Tensor, role: str) -> tuple[Tensor, Quantized | None]:
+        form = None if precision is None else precision.form(role)
+        is_read = role != "feed_forward" or "ffn" in params.keys() or "shared" in params["moe"].keys()
+        if form is None or name not in params.keys() or not is_read:
+            return norm(name, z), None
+        return rms_norm_quantized(z, local(params[name]), eps, form, kernels=elementwise(kernels))
+
     def attention_part(z: Tensor) -> Tensor:
-        return norm("attention_norm_out", mix(norm("attention_norm_in", z)), residual=z)
+        normed = norm_in("attention_norm_in", z, "attention_projections")
+        return norm("attention_norm_out", mix(*normed), residual=z)
 
     def ffn_part(z: Tensor) -> tuple[Tensor, Routing | None]:
-        y, routing = feed(norm("ffn_norm_in", z))
+        y, routing = feed(*norm_in("ffn_norm_in", z, "feed_forward"))
         return norm("ffn_norm_out", y, residual=z), routing
 
     attention_part, ffn_part = wrap("attention", attention_part), wrap("ffn", ffn_part)

@@ -249,6 +249,7 @@ class Arrived(NamedTuple):
     """An exchange of rows that some dispatch has sent, and some combine fetches."""
 
     kernels: str
+    rounded: Quantized | None = None  # tokens in the format, where whoever made them has rounded them
 
     def send(
         self, x: Tensor, slots: Slots | None, weights: Tensor | None = None, *, ends: Tensor | None = None
@@ -269,8 +270,11 @@ class Arrived(NamedTuple):
         tokens: bool = True,
     ) -> tuple[Quantized, Tensor | None, Tensor | None]:
         """Return rows in a format, with ``wide`` as they are, too."""
-        del slots, tokens
-        return quantize(x, form, end=ends, kernels=self.kernels), x.contiguous() if wide else None, weights
+        del slots
+        low = self.rounded if tokens else None
+        if low is None:
+            low = quantize(x, form, end=ends, kernels=self.kernels)
+        return low, x.contiguous() if wide else None, weights
 
     def outgoing(self) -> None:
         """Say that rows can be anywhere."""

@@ -85,6 +85,10 @@ class Quantized(NamedTuple):
     values: Shaped[Tensor, "*n d"]
     scales: Shaped[Tensor, "*n b"]
 
+    def rows(self) -> "Quantized":
+        """Return the same with one dim before the last."""
+        return Quantized(*(x.reshape(-1, x.shape[-1]) for x in self))
+
     def is_of(self, form: Format, shape: tuple[int, ...]) -> bool:
         """Say whether these are numbers of a format and a shape."""
         kind = torch.float32 if form.rounding is None else torch.float8_e8m0fnu

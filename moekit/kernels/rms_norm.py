@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from moekit.kernels._backend import (
+    INTERPRETED,
     check_shapes,
     jit,
     n_processors,
@@ -20,6 +21,15 @@ from moekit.kernels._backend import (
     operator,
     tl,
     use_triton,
+)
+from moekit.kernels.quantize import (
+    Format,
+    Quantized,
+    has_kernel,
+    magnitude,
+    quantize,
+    scale_of_magnitude,
+    to_fp8,
 )
 
 _TILE = 4096  # elements that a program holds at once, or a row
@@ -44,6 +54,23 @@ def rms_norm(
     return y if residual is None else residual + y
 
 
+def rms_norm_quantized(
+    x: Float[Tensor, "*n d"],
+    gain: Float[Tensor, " d"],
+    eps: float,
+    form: Format,
+    *,
+    kernels: str = "auto",
+) -> tuple[Float[Tensor, "*n d"], Quantized]:
+    """Return what :func:`rms_norm` does, and that rounded to a format, which has no gradient."""
+    check_shapes("rms_norm_quantized", gain=(gain, x.shape[-1:]))
+    if has_kernel("rms_norm_quantized", form, x, kernels):
+        y, values, scales = _RMSNormQuantized.apply(x, gain, eps)
+        return y, Quantized(values, scales)
+    y = rms_norm(x, gain, eps, kernels=kernels)
+    return y, quantize(y.detach(), form, kernels=kernels)
+
+
 class _RMSNorm(torch.autograd.Function):
     gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
 
@@ -64,6 +91,46 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.view(x.shape), grad_gain, grads[0] if ctx.needs_input_grad[2] else None, None
 
 
+class _RMSNormQuantized(torch.autograd.Function):
+    gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
+
+    @staticmethod
+    def forward(ctx, x, gain, eps):
+        y, rstd, values, scales = torch.ops.moekit.rms_norm_quantized(x.reshape(-1, x.shape[-1]), gain, eps)
+        ctx.save_for_backward(x, gain, rstd)
+        values, scales = values.view(x.shape), scales.view(*x.shape[:-1], 1)
+        ctx.mark_non_differentiable(values, scales)
+        return y.view(x.shape), values, scales
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, gain, rstd = ctx.saved_tensors
+        rows, grad = (z.reshape(-1, x.shape[-1]) for z in (x, grads[0]))
+        grad_x, grad_gain = torch.ops.moekit.rms_norm_backward(grad, rows, gain, rstd)
+        return grad_x.view(x.shape), grad_gain, None
+
+
+@operator("moekit::rms_norm_quantized")
+def _quantized_op(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = x.contiguous()
+    y, rstd, values, scales = outputs = _quantized_like(x, gain, eps)
+    if x.numel():
+        n, d = x.shape
+        rows, block, num_warps = _tile(d)
+        _forward[(-(-n // rows),)](
+            *(x, gain.contiguous(), None, y, rstd, values, scales, n, eps, d),
+            **dict(INTERPRETED=INTERPRETED, ROWS=rows, BLOCK=block, num_warps=num_warps),
+        )
+    return outputs
+
+
+@_quantized_op.register_fake
+def _quantized_like(x, gain, eps):
+    y, rstd = _normed_like(x, gain, None, eps)
+    values = x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
+    return y, rstd, values, x.new_empty(len(x), dtype=torch.float32)
+
+
 @operator("moekit::rms_norm")
 def _forward_op(x: Tensor, gain: Tensor, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
@@ -73,10 +140,8 @@ def _forward_op(x: Tensor, gain: Tensor, residual: Tensor | None, eps: float) ->
         rows, block, num_warps = _tile(d)
         residual = None if residual is None else residual.contiguous()
         _forward[(-(-n // rows),)](
-            *(x, gain.contiguous(), residual, y, rstd, n, eps, d),
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=num_warps,
+            *(x, gain.contiguous(), residual, y, rstd, None, None, n, eps, d),
+            **dict(INTERPRETED=INTERPRETED, ROWS=rows, BLOCK=block, num_warps=num_warps),
         )
     return y, rstd
 
@@ -120,7 +185,10 @@ def _tile(d: int) -> tuple[int, int, int]:
 
 
 @jit
-def _forward(x, gain, residual, y, rstd, n, eps, d: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _forward(
+    x, gain, residual, y, rstd, low, low_scales, n, eps, d: tl.constexpr,
+    INTERPRETED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row[:, None] < n) & (column < d)
@@ -130,8 +198,14 @@ def _forward(x, gain, residual, y, rstd, n, eps, d: tl.constexpr, ROWS: tl.const
     out = value * scale[:, None] * tl.load(gain + column, mask=column < d, other=0.0).to(tl.float32)
     if residual is not None:
         out += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+    out = out.to(y.dtype.element_ty)
+    tl.store(y + at, out, mask=inside)
     tl.store(rstd + row, scale, mask=row < n)
+    if low is not None:
+        out = out.to(tl.float32)
+        scale, inverse = scale_of_magnitude(tl.max(magnitude(out), 1))
+        tl.store(low_scales + row, scale, mask=row < n)
+        tl.store(low + at, to_fp8(out * inverse[:, None], INTERPRETED), mask=inside)
 
 
 @jit

@@ -14,6 +14,7 @@ from moekit.kernels.quantize import (
     quantize,
     quantize_columns,
 )
+from moekit.kernels.rms_norm import rms_norm, rms_norm_quantized
 from moekit.kernels.scaled_mm import (
     pad_groups,
     scaled_grouped_mm,
@@ -95,6 +96,24 @@ def test_weights_gradients_sum_over_the_rows_of_their_group(form, dtype):
     into = torch.ones(E, K, N)
     assert scaled_weight_grad(rows, grads, dtype=dtype, into=into) is None
     assert error(into - 1, exact) <= (2**-7 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@EACH
+@pytest.mark.parametrize("shape", [(0, 32), (2, 5, 64), (3, 1504)])
+def test_what_a_norm_makes_is_rounded_as_it_is(shape, form, kernels):
+    x, gain = draw(*shape, dtype=torch.float32), draw(shape[-1], seed=1, dtype=torch.float32)
+    leaves = [z.requires_grad_() for z in (x, gain)]
+    y, low = rms_norm_quantized(x, gain, 1e-5, form, kernels=kernels)
+    want = quantize(y.detach(), form, kernels="torch")
+    assert torch.equal(low.values.view(torch.uint8), want.values.view(torch.uint8))
+    assert torch.equal(low.scales.float(), want.scales.float())
+    assert not low.values.requires_grad and low.is_of(form, shape)
+    plain = rms_norm(x, gain, 1e-5, kernels=kernels)
+    assert torch.equal(y, plain)
+    grad = draw(*shape, seed=2, dtype=torch.float32)
+    for got, other in zip(*(torch.autograd.grad(z, leaves, grad) for z in (y, plain)), strict=True):
+        assert torch.equal(got, other)
 
 
 @pytest.mark.parametrize(
