@@ -44,6 +44,7 @@ class Config:
     ep: int = 32  # ranks of a stage that share one copy of its experts
     cp: int = 1  # ranks that share a row
     seed: int = 0
+    precision: Literal["bf16", "fp8_rowwise", "mxfp8"] = "bf16"  # of products; in eight bits where natively
     toy: bool = False  # the same code on 8 processes at a width for a laptop, in float32
     folder: Path = Path("runs/moe_2t4_capacity")
     save_every: int | None = None  # steps; by default nothing is saved
@@ -64,6 +65,7 @@ if cfg.toy:
 if cfg.pp < 2:
     raise SystemExit(f"moe_2t4_capacity needs pp >= 2, got {cfg.pp}; moe_47b has no pipeline")
 layout = layouts.check_recipe(model, cfg)
+policy = mk.precision.preset(cfg.precision, emulate=cfg.toy)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 dtype = torch.float32 if cfg.toy else torch.bfloat16
 stages = plan.split_layers(model, layout.n_stages, seq_len=cfg.seq_len)
@@ -84,7 +86,8 @@ def build():
     lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.warmup_steps, total_steps=n_scheduled)
     optimizer = mk.chain(mk.clip_by_global_norm(1.0, mesh=mesh), mk.adamw(lr, weight_decay=0.1))
     optimizer = mk.shard_optimizer(optimizer, mesh=mesh)
-    held: dict[str, Any] = dict(params=params, state=optimizer.init(params))
+    # What is rounded comes from the masters, and needs no memory beside.
+    held: dict[str, Any] = dict(params=mk.precision.hollow(params, policy), state=optimizer.init(params))
 
     block = mk.remat(mk.model.transformer_block, cfg.recompute)
     via = "all_to_all" if cfg.toy or cfg.dry_run else cfg.via
@@ -103,7 +106,8 @@ def build():
         """Update what is held, and return the statistics of the global batch."""
         key = None if cfg.assignment == "top_k" else mk.random.fold_in(base_key, step)
         batch = mk.count_tokens(batch, mesh=stage_mesh)
-        (_, stats), grads = grad_fn(held["params"], batch, key=key)
+        low = dict(precision=policy, rounded=mk.precision.round_weights(held["state"]["master"], policy))
+        (_, stats), grads = grad_fn(held["params"], batch, key=key, **low)
         held["params"], held["state"] = optimizer.update(grads, held["state"], held["params"])
         return mk.mesh.sum_over_ranks(stats, mesh=mesh)
 

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -38,6 +38,7 @@ class Config:
     weight_decay: float = 0.1
     max_norm: float = 1.0  # of the whole gradient
     bias_rate: float = 0.0  # step of the balancing bias, in router scores, e.g. 1e-3
+    precision: Literal["bf16", "fp8_rowwise", "mxfp8"] = "bf16"  # of products; eight bits may be emulated
     seed: int = 0
     ep: int = 1  # ranks that share one copy of the experts
     text: str | None = None  # a folder of text files; by default the standard library
@@ -81,7 +82,8 @@ def build():
     biases = torch.zeros(model.n_moe_layers, model.n_experts, device=device)
     held: dict[str, Any] = dict(params=params, state=optimizer.init(params), biases=biases)
 
-    loss_fn = partial(mk.next_token_loss, config=model, mesh=mesh)
+    policy = mk.precision.preset(cfg.precision, emulate=True)
+    loss_fn = partial(mk.next_token_loss, config=model, precision=policy, mesh=mesh)
     grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), layout.n_microbatches)
 
     def train_step(held, batch, step):

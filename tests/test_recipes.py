@@ -157,6 +157,7 @@ def test_the_fully_sharded_moe_47b_has_the_losses_of_the_expert_parallel_one(tmp
 
 def test_moe_1t2_trains_in_a_pipeline_and_continues_with_the_same_losses(tmp_path):
     common = [RECIPES / "moe_1t2.py", "--toy", "--n-steps", 3, "--save-every", 2, "--folder", tmp_path]
+    common += ["--precision", "mxfp8"]  # hollow parameters, saved and read
     whole = losses(on_ranks(4, *common, plain=True))
     assert whole.keys() == {1, 2, 3} and whole[3] < whole[1] - 0.1
     shutil.rmtree(tmp_path / "step-000003")
@@ -223,6 +224,11 @@ DRY_RUNS = [
         "6 of 8 ranks, the others taken to fit: pp 2 x edp 2 x ep 2, cp 1; 4 micro-batches of 1 x 64",
     ),
     ("moe_2t4_capacity.py", "--toy --n-gpus 4 --full", "4 of 4 ranks: pp 2 x edp 1 x ep 2"),
+    (
+        "moe_47b.py",
+        "--n-experts 8 --batch-size 2 --precision fp8_rowwise",
+        "1 of 1 ranks: pp 1 x edp 1 x ep 1",
+    ),
 ]
 
 
