@@ -106,7 +106,7 @@ def make_policies(form: precision.Role, emulate: bool) -> dict[str, Precision]:
     """Return what each candidate rounds."""
     roles: dict[str, dict[str, Any]] = {name: {role: form} for name, role in zip(ROLES, ALONE, strict=True)}
     roles[DENSE_WEIGHT_GRAD] |= dict(attention_projections=form, feed_forward=form)
-    everything = precision.everywhere(form, emulate=emulate)
+    everything = precision.all_products(form, emulate=emulate)
     weight_grads = replace(everything, experts_weight_grad=form, dense_weight_grad=form)
     return {
         **{name: Precision(**changes, emulate=emulate) for name, changes in roles.items()},
@@ -184,11 +184,11 @@ def step(cfg: Config, policies: Policies) -> list[Result]:
         if name == BF16:
             return our_gradients(loss, params, batch), dict(held_bytes=held_bytes(params))
         weights_alone = replace(policies[name], **dict.fromkeys(NOT_OF_WEIGHTS))
-        low: dict[str, Any] = dict(precision=policies[name], rounded=rounded(weights_alone))
+        low = replace(rounded(weights_alone), policy=policies[name])
         used = precision.hollow(params, policies[name]) if name == HOLLOW else params
-        lost = decibels(by_group(grad_fn(used, batch, **low)[1], want))
-        held = held_bytes(used, low["rounded"])
-        return our_gradients(loss, used, batch, **low), dict(held_bytes=held, sqnr_db=lost)
+        lost = decibels(by_group(grad_fn(used, batch, precision=low)[1], want))
+        held = held_bytes(used, TensorDict(low.weights or {}))
+        return our_gradients(loss, used, batch, precision=low), dict(held_bytes=held, sqnr_db=lost)
 
     n_tokens = cfg.batch_size * cfg.seq_len
     flops = n_tokens * plan.flops_per_token(model, cfg.seq_len)
@@ -205,15 +205,15 @@ def layer(cfg: Config, policies: Policies, *, text: str) -> list[Result]:
     params: dict[str, Any] = dict(router=weights["router"], experts=matrices)
 
     @functools.cache
-    def rounded() -> TensorDict:  # alike for all
-        return TensorDict({"experts": precision.round_matrices(matrices, policies[ALL], "experts")})
+    def rounded() -> precision.Rounded:  # alike for all
+        return precision.round_weights(TensorDict({"experts": TensorDict(matrices)}), policies[ALL])
 
     def ours(name: str) -> tuple[peers.Layer, int]:
-        low: dict[str, Any] = {} if name == BF16 else dict(precision=policies[name])
+        low = precision.Rounded(precision.BF16 if name == BF16 else policies[name])
         if name not in (BF16, IN_THE_CALL):
-            low["rounded"] = rounded()
-        held = held_bytes(TensorDict(weights), low.get("rounded", TensorDict()))
-        return (lambda x: mk.moe(params, x, top_k=cfg.top_k, **low)[0], list(weights.values())), held
+            low = replace(low, weights=rounded().weights)
+        held = held_bytes(TensorDict(weights), TensorDict(low.weights or {}))
+        return (lambda x: mk.moe(params, x, top_k=cfg.top_k, precision=low)[0], list(weights.values())), held
 
     def torchaos() -> tuple[peers.Layer, int]:
         if cfg.form != "fp8_rowwise":
@@ -250,8 +250,7 @@ def whole_step(cfg: Config, policies: Policies) -> list[Result]:
         def options() -> dict[str, Any]:
             if name == BF16:
                 return {}
-            rounded = precision.round_weights(state["master"], policies[name])
-            return dict(precision=policies[name], rounded=rounded)
+            return dict(precision=precision.round_weights(state["master"], policies[name]))
 
         used = precision.hollow(params, policies[name]) if name == HOLLOW else params
         args = (loss, used, batch, optimizer, state, sums)

@@ -9,14 +9,15 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moekit._low_experts import LowExperts, LowProducts, Weights
+from moekit._low_experts import LowExperts, LowProducts
+from moekit._policy import BF16, Precision
+from moekit._rounded import Rounded, Weights
 from moekit._rowwise import rowwise
 from moekit.kernels import Products, aligned, choose_products, forget_saved, is_asked_for
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 from moekit.kernels.permute import Arrived, OneRank
 from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
 from moekit.mesh import local
-from moekit.precision import Precision, low_products, round_matrices
 from moekit.tree import check_names, check_not_hollow, check_values, held, is_hollow
 
 Kernels = Literal["auto", "torch", "triton", "quack", "loop"]
@@ -29,8 +30,7 @@ def expert_forward(
     *,
     activation: Literal["swiglu"] = "swiglu",
     kernels: Kernels = "auto",
-    precision: Precision | None = None,
-    rounded: TensorDict | None = None,
+    precision: Precision | Rounded = BF16,
     grad_into: TensorDict | Mapping[str, Tensor] | None = None,
 ) -> Float[Tensor, "r d"]:
     """Apply each expert of this rank to its own rows: ``down(silu(gate x) * up x)``.
@@ -51,11 +51,10 @@ def expert_forward(
     kernels : {"auto", "torch", "triton", "quack", "loop"}
         See :func:`moekit.kernels.choose_products`. ``"loop"`` defines the result, for any dtype, and reads
         the offsets on the host; the others need ``d`` and ``h`` to be multiples of 16 bytes.
-    precision : Precision, optional
-        What is rounded to eight bits on the way; see :class:`moekit.precision.Precision`.
-    rounded : TensorDict, optional
-        ``gate_up`` and ``down`` from :func:`moekit.precision.round_matrices`; by default each call rounds
-        them.
+    precision : Precision or Rounded
+        What is rounded to eight bits on the way; with weights that have been rounded
+        (:func:`moekit.precision.round_weights`), or else are in each call. A weights' gradient of eight bits
+        is rounded to the dtype before it goes to ``grad_into``.
     grad_into : TensorDict, optional
         ``gate_up``, ``down`` or both: buffers of the shapes of ``experts``, float32 say, to which a backward
         that is asked for the weights' gradients adds them (one that is compiled always does), inside the
@@ -79,11 +78,10 @@ def expert_forward(
         needs = f"offsets that ascend from 0 to at most the {len(rows)} rows"
         check_values((ends.diff() >= 0).all(), "expert_forward", needs, offsets.tolist)
     products = choose_products("expert_forward", kernels, len(rows), gate_up)
-    if low := low_products("expert_forward", precision, products, rows):
-        into, gate_up, down = _buffers(grad_into, experts, gate_up, down)
-        weights = _rounded(rounded, gate_up, down, precision, low)
-        exchange = Arrived(products.elementwise)
-        return LowExperts.apply(rows, None, gate_up, down, offsets, None, None, weights, low, into, exchange)
+    low = Rounded.of(precision)
+    if plan := LowProducts.of("expert_forward", low.policy, "experts", products, rows):
+        args, exchange = (rows, None, experts, gate_up, down, offsets), Arrived(products.elementwise)
+        return _low_experts("expert_forward", plan, low, exchange, grad_into, *args)
     check_not_hollow("expert_forward", gate_up=gate_up, down=down)
     # Torch's products of other dtypes have no fake form, and that of ours is not differentiable.
     traced = torch.compiler.is_compiling() and products.forward == "torch" and rows.dtype != torch.bfloat16
@@ -105,8 +103,7 @@ def experts_over_tokens(
     base: Float[Tensor, "t d"] | None = None,
     exchange: OneRank | rowwise,
     products: Products,
-    precision: Precision | None = None,
-    rounded: TensorDict | None = None,
+    precision: Precision | Rounded = BF16,
     grad_into: TensorDict | Mapping[str, Tensor] | None = None,
 ) -> Float[Tensor, "t d"]:
     """Return what dispatch, :func:`expert_forward` and combine do, keeping one product and ``x``.
@@ -117,32 +114,37 @@ def experts_over_tokens(
     expert order from ``x``; a combine that weighs what the experts return would have to keep it.
     """
     gate_up, down = _weights(experts, x, offsets)
-    into, gate_up, down = _buffers(grad_into, experts, gate_up, down)
-    args = (x, weights, gate_up, down, offsets, places, base)
-    if low := low_products("moe", precision, products, x):
-        return LowExperts.apply(*args, _rounded(rounded, gate_up, down, precision, low), low, into, exchange)
+    low = Rounded.of(precision)
+    if plan := LowProducts.of("moe", low.policy, "experts", products, x):
+        args = (x, weights, experts, gate_up, down, offsets, places, base)
+        return _low_experts("moe", plan, low, exchange, grad_into, *args)
     check_not_hollow("moe", gate_up=gate_up, down=down)
-    return _Experts.apply(*args, products, into, exchange)
+    into, gate_up, down = _buffers(grad_into, experts, gate_up, down)
+    return _Experts.apply(x, weights, gate_up, down, offsets, places, base, products, into, exchange)
 
 
-def _rounded(
-    rounded: Mapping[str, Any] | None,
+def _low_experts(
+    who: str,
+    plan: LowProducts,
+    low: Rounded,
+    exchange: Any,
+    grad_into: Any,
+    x: Tensor,
+    weights: Tensor | None,
+    experts: Any,
     gate_up: Tensor,
     down: Tensor,
-    precision: Precision | None,
-    low: LowProducts,
-) -> tuple[Weights, Weights]:
-    """Return both matrices as either product reads them, rounded here unless that has been done."""
-    if rounded is None:
-        assert precision is not None
-        rounded = round_matrices(dict(gate_up=gate_up, down=down), precision, "experts")
-    if low.forward or low.input_grad:
-        check_names("expert_forward", "rounded", rounded, "gate_up", "down")
-    of_gate_up, of_down = (
-        Weights.of("expert_forward", name, w, rounded.get(name, {}), low.forward, low.input_grad)
+    offsets: Tensor,
+    places: Tensor | None = None,
+    base: Tensor | None = None,
+) -> Tensor:
+    into, gate_up, down = _buffers(grad_into, experts, gate_up, down)
+    rounded = [
+        Weights.of(who, name, w, low, plan.forward, plan.input_grad)
         for name, w in (("gate_up", gate_up), ("down", down))
-    )
-    return of_gate_up, of_down
+    ]
+    args = (x, weights, gate_up, down, offsets, places, base, rounded, None, plan, into)
+    return LowExperts.apply(*args, exchange)
 
 
 def _weights(experts: Mapping[str, Tensor], rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,7 +220,9 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weights, gate_up, down, offsets, places, base, products, into, exchange):
         kind = products.elementwise
-        rows, by_row = (x, None) if exchange is None else exchange.send(x, places, weights, ends=offsets)
+        rows, by_row = x, None
+        if exchange is not None:
+            rows, _, by_row = exchange.send(x, places, weights, ends=offsets)
         projected = grouped_mm(rows, gate_up, offsets, kernels=products.forward)
         del rows
         hidden = swiglu_forward(projected, by_row, offsets, kernels=kind)
@@ -241,7 +245,7 @@ class _Experts(torch.autograd.Function):
         needs_down = needs_down and (into_down is None or is_asked_for(ctx, at + 1))
         together = isinstance(exchange, rowwise)  # ranks send and fetch alike, whatever each of them needs
         grad_base = grad if ctx.needs_input_grad[6] else None
-        grad = grad.contiguous() if exchange is None else exchange.send(grad, places)[0]
+        grad = grad.contiguous() if exchange is None else exchange.send(grad, places, tokens=False)[0]
         grad_hidden = grouped_mm(grad, down.mT, offsets, kernels=input_grad)
         grad_projected, hidden, grad_by_row = swiglu_backward(
             grad_hidden, projected, by_row, offsets, in_place=may_overwrite, kernels=kind
@@ -253,6 +257,7 @@ class _Experts(torch.autograd.Function):
         del hidden, grad
         if needs_gate_up or together:
             rows = x if exchange is None else exchange.send(x, places, ends=offsets)[0]
+            assert rows is not None  # it is asked for
             if needs_gate_up:
                 grad_gate_up = grouped_weight_grad(
                     rows, grad_projected, offsets, into=into_gate_up, kernels=weight_grad

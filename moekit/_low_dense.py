@@ -3,107 +3,117 @@
 Axes: n tokens, K and N features, d of the model, h hidden.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moekit._low_experts import LowExperts, LowProducts, Weights
-from moekit.kernels import choose_products
+from moekit._low_experts import LowExperts, LowProducts
+from moekit._rounded import Rounded, Weights
+from moekit.kernels import Products
 from moekit.kernels.permute import Arrived
-from moekit.kernels.quantize import Format, Quantized, dequantize, quantize, quantize_columns
-from moekit.kernels.scaled_mm import scaled_mm, scaled_weight_grad
+from moekit.kernels.quantize import Format, Quantized, dequantize, quantize
+from moekit.kernels.scaled_mm import scaled_mm
+from moekit.tree import check_not_hollow
 
 
-def low_linear(
+def linear(
+    who: str,
+    role: str,
+    name: str,
     x: Float[Tensor, "*n K"],
     w: Float[Tensor, "K N"],
-    rounded: Mapping[str, Any],
-    form: Format,
-    weight_grad: Format | None = None,
-    saved: Format | None = None,
-    *,
-    x_low: Quantized | None = None,
-    kernels: str = "auto",
+    low: Rounded,
+    kernels: str,
 ) -> Float[Tensor, "*n N"]:
-    """Return ``x @ w`` of operands in a format, and so the gradient of ``x``; that of ``w`` as it says.
-
-    Differentiable, once. Keeps ``x``, in ``saved`` if given. ``rounded`` is from
-    :func:`moekit.precision.round_matrix`, ``x_low`` is ``x`` in the format, where it has been rounded.
-    """
-    weights = Weights.of("linear", "weights", w, rounded, form, form)
+    """Return ``x @ w``, of operands in the format that a policy has for this role. Differentiable, once."""
+    plan = LowProducts.of(who, low.policy, role, _dense(kernels), x)
+    if plan is None:
+        check_not_hollow(who, **{name: w})
+        return x @ w
+    assert plan.forward is not None
     rows = x.reshape(-1, x.shape[-1])
-    low = quantize(rows, form, kernels=kernels) if x_low is None else x_low.rows()
-    y = _LowLinear.apply(rows, w, weights, low, form, weight_grad, saved, kernels)
-    return y.view(*x.shape[:-1], w.shape[-1])
+    weights = Weights.of(who, name, w, low, plan.forward, plan.input_grad)
+    tokens = rounded_tokens(who, low, x, plan.forward)
+    if tokens is None:
+        tokens = quantize(rows, plan.forward, kernels=kernels)
+    return _LowLinear.apply(rows, w, weights, tokens, plan).view(*x.shape[:-1], w.shape[-1])
 
 
 class _LowLinear(torch.autograd.Function):
+    """Keeps its input, as it is or in a format."""
+
     gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
 
     @staticmethod
-    def forward(ctx, x, w, weights, low, form, weight_grad, saved, kernels):
-        if saved is None:
-            ctx.save_for_backward(x)
-        else:
-            ctx.save_for_backward(*(low if saved == form else quantize(x, saved, kernels=kernels)))
-        ctx.weights, ctx.form, ctx.weight_grad, ctx.kernels = weights, form, weight_grad, kernels
-        return scaled_mm(low, weights.forward, dtype=x.dtype)
+    def forward(ctx, x, w, weights, tokens, plan):
+        kept = x, None
+        if plan.saved is not None:
+            same = plan.saved == plan.forward
+            kept = tokens if same else quantize(x, plan.saved, kernels=plan.plain.elementwise)
+        ctx.save_for_backward(*kept, *weights.input_grad)
+        ctx.plan = plan
+        return scaled_mm(tokens, weights.forward, dtype=x.dtype, kernels=plan.scaled)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, *scales = ctx.saved_tensors
+        x, scales, *weights = ctx.saved_tensors
         needs_x, needs_w, *_ = ctx.needs_input_grad
-        grad_x = grad_w = None
+        plan, grad_x, grad_w = ctx.plan, None, None
         if needs_x:
-            low = quantize(grad, ctx.form, kernels=ctx.kernels)
-            grad_x = scaled_mm(low, ctx.weights.input_grad, dtype=grad.dtype)
-        if needs_w and scales:
-            x = dequantize(Quantized(x, *scales)).to(grad.dtype)
-        if needs_w and ctx.weight_grad is None:
-            grad_w = x.mT @ grad
-        elif needs_w:
-            all_rows = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
-            columns = [quantize_columns(rows, all_rows, ctx.weight_grad) for rows in (x, grad)]
-            grad_w = scaled_weight_grad(*columns, dtype=grad.dtype)
-            assert grad_w is not None  # there is no buffer
-            grad_w = grad_w[0]
-        return grad_x, grad_w, *[None] * 6
+            low = quantize(grad, plan.input_grad, kernels=plan.plain.elementwise)
+            grad_x = scaled_mm(low, Quantized(*weights), dtype=grad.dtype, kernels=plan.scaled)
+        if needs_w:
+            if scales is not None:
+                x = dequantize(Quantized(x, scales)).to(grad.dtype)
+            grad_w = plan.grad_of_weights(x, grad, _all_rows(x))[0]
+        return grad_x, grad_w, None, None, None
 
 
 def low_feed_forward(
     x: Float[Tensor, "*n d"],
     gate_up: Float[Tensor, "d h2"],
     down: Float[Tensor, "h d"],
-    rounded: Mapping[str, Any],
-    form: Format,
-    weight_grad: Format | None = None,
-    saved: Format | None = None,
-    *,
-    x_low: Quantized | None = None,
-    kernels: str = "auto",
-) -> Float[Tensor, "*n d"]:
-    """Return ``swiglu(x @ gate_up) @ down``: one expert that takes every token. As :func:`low_linear`.
-
-    ``saved`` is what the first product is kept in.
-    """
+    low: Rounded,
+    kernels: str,
+) -> Float[Tensor, "*n d"] | None:
+    """Return ``swiglu(x @ gate_up) @ down``, of one expert with all tokens; None for a wide policy."""
+    who = "feed_forward"
+    plan = LowProducts.of(who, low.policy, who, _dense(kernels), x)
+    if plan is None:
+        return None
+    assert plan.forward is not None
     rows = x.reshape(-1, x.shape[-1])
-    offsets = torch.full((1,), len(rows), dtype=torch.int32, device=x.device)
-    plain = choose_products("feed_forward", kernels, len(rows), gate_up[None])
-    plan = LowProducts(form, form, weight_grad, saved, plain)
     weights = [
-        Weights.of("feed_forward", name, w[None], one_expert(rounded.get(name, {})), form, form)
+        Weights.of(who, name, w, low, plan.forward, plan.input_grad).of_one_expert()
         for name, w in (("gate_up", gate_up), ("down", down))
     ]
-    args = (rows, None, gate_up[None], down[None], offsets, None, None, weights, plan, (None, None))
-    exchange = Arrived(kernels, None if x_low is None else x_low.rows())
-    return LowExperts.apply(*args, exchange).view(x.shape)
+    tokens = rounded_tokens(who, low, x, plan.forward)
+    args = (rows, None, gate_up[None], down[None], _all_rows(rows), None, None, weights, tokens, plan)
+    return LowExperts.apply(*args, (None, None), Arrived(kernels)).view(x.shape)
 
 
-def one_expert(rounded: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    """Return a rounded matrix as those of one expert."""
-    return {name: {part: x[None] for part, x in q.items()} for name, q in rounded.items()}
+def rounded_tokens(who: str, low: Rounded, x: Tensor, form: Format) -> Quantized | None:
+    """Return the tokens that have been rounded, as rows.
+
+    Raises
+    ------
+    ValueError
+        Where they are of another format or shape than those that come.
+    """
+    if low.tokens is None:
+        return None
+    if not low.tokens.matches(form, x.shape):
+        got = f"{low.tokens.values.dtype} {tuple(low.tokens.values.shape)}"
+        raise ValueError(f"{who} needs tokens {tuple(x.shape)} rounded to {form}, got {got}")
+    return low.tokens.rows()
+
+
+def _dense(kernels: str) -> Products:
+    """Return who makes what is around products of eight bits; a wide gradient of weights is one product."""
+    return Products("dense", "dense", "dense", kernels)
+
+
+def _all_rows(x: Tensor) -> Tensor:
+    return torch.full((1,), len(x), dtype=torch.int32, device=x.device)

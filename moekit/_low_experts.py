@@ -5,13 +5,14 @@ rows on their way into expert order, hidden rows and their gradients in SwiGLU's
 for either product with them.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moekit._policy import EXPERTS, Precision, form_on
+from moekit._rounded import Operand
 from moekit._rowwise import rowwise
 from moekit.kernels import Products, forget_saved, is_asked_for
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
@@ -19,95 +20,73 @@ from moekit.kernels.quantize import Format, Quantized, dequantize, quantize, qua
 from moekit.kernels.scaled_mm import scaled_grouped_mm, scaled_weight_grad
 from moekit.kernels.swiglu import swiglu_backward, swiglu_forward
 from moekit.kernels.swiglu_quantized import swiglu_backward_quantized, swiglu_forward_quantized
-from moekit.tree import check_not_hollow
-
-Operand = Tensor | Quantized
 
 
 class LowProducts(NamedTuple):
-    """Formats of the experts' operands; ``None``, where a product reads the tensors' dtype."""
+    """Formats of a layer's operands, ``None`` for the tensors' own dtype, and who multiplies."""
 
     forward: Format | None
     input_grad: Format | None
     weight_grad: Format | None
-    saved: Format | None  # of the first product, which the backward reads
-    plain: Products  # who makes those that read the tensors' dtype
+    saved: Format | None  # of what the layer keeps for its backward
+    plain: Products  # products of the tensors' dtype, and the passes around all
 
-    def multiply(self, rows: Operand, weights: Operand, offsets: Tensor, dtype, kernels: str, out=None):
-        """Return a grouped product of rows with weights (E, K, N), or, of eight bits, (E, N, K)."""
+    @classmethod
+    def of(cls, who: str, policy: Precision, role: str, plain: Products, x: Tensor) -> "LowProducts | None":
+        """Return those of ``"experts"``, or of a dense role; None where a policy rounds nothing there."""
+        roles = EXPERTS if role == "experts" else (role, role, "dense_weight_grad")
+        forward, input_grad, weight_grad = (form_on(who, policy, name, x) for name in roles)
+        low = cls(forward, input_grad, weight_grad, policy.form("saved_activations"), plain)
+        return low if forward or (role == "experts" and any(low[:-1])) else None
+
+    @property
+    def scaled(self) -> str:
+        """Who multiplies numbers of eight bits: plain torch where that is asked for."""
+        return "torch" if self.plain.elementwise == "torch" else "auto"
+
+    def multiply(
+        self, rows: Operand, weights: Operand, offsets: Tensor, like: Tensor, kernels: str, out=None
+    ) -> Tensor:
+        """Return a grouped product, in the dtype of ``like``."""
         if isinstance(rows, Quantized):
             assert isinstance(weights, Quantized)
-            return scaled_grouped_mm(rows, weights, offsets, dtype=dtype, out=out)
+            return scaled_grouped_mm(rows, weights, offsets, dtype=like.dtype, out=out, kernels=self.scaled)
         assert isinstance(weights, Tensor)
         return grouped_mm(rows, weights, offsets, out=out, kernels=kernels)
 
-    def weigh(self, rows: Tensor, grad: Tensor, offsets: Tensor, into: Tensor | None) -> Tensor | None:
+    def grad_of_weights(
+        self, rows: Tensor, grad: Tensor, offsets: Tensor, into: Tensor | None = None
+    ) -> Tensor | None:
         """Return the weights' gradient, or add it to a buffer."""
-        if self.weight_grad is None:
-            return grouped_weight_grad(rows, grad, offsets, into=into, kernels=self.plain.weight_grad)
-        columns = [quantize_columns(x, offsets, self.weight_grad) for x in (rows, grad)]
-        return scaled_weight_grad(*columns, dtype=rows.dtype, into=into)
-
-
-class Weights(NamedTuple):
-    """A matrix, or one of each expert, (*E, K, N), as the two products with it read it."""
-
-    forward: Operand
-    input_grad: Operand
-
-    @classmethod
-    def of(
-        cls,
-        who: str,
-        name: str,
-        w: Tensor,
-        rounded: Mapping[str, Any],
-        forward: Format | None,
-        input_grad: Format | None,
-    ) -> "Weights":
-        """Return what has been rounded of ``w`` to these formats, and views of ``w`` for None.
-
-        Raises
-        ------
-        ValueError
-            Where what is needed has not been rounded, or to another format.
-        """
-        operands = []
-        for product, view, form in (("forward", w.mT, forward), ("input_grad", w, input_grad)):
-            if form is None:
-                check_not_hollow(who, **{name: w})
-                operands.append(view.mT)
-                continue
-            q = Quantized(**rounded[product]) if product in rounded.keys() else None
-            if q is None or not q.is_of(form, view.shape):
-                got = (
-                    "none"
-                    if q is None
-                    else f"{q.values.dtype} {tuple(q.values.shape)} with {q.scales.dtype} scales"
-                )
-                raise ValueError(
-                    f"{who} needs {name} rounded to {form} for {product}, got {got}; pass "
-                    "rounded=round_weights(weights, precision) of the same policy"
-                )
-            operands.append(q)
-        return cls(*operands)
+        if self.weight_grad is not None:
+            columns = [
+                quantize_columns(x, offsets, self.weight_grad, kernels=self.plain.elementwise)
+                for x in (rows, grad)
+            ]
+            return scaled_weight_grad(*columns, dtype=rows.dtype, into=into, kernels=self.scaled)
+        if self.plain.weight_grad == "dense":  # one group that has all rows
+            return (rows.mT @ grad)[None]
+        return grouped_weight_grad(rows, grad, offsets, into=into, kernels=self.plain.weight_grad)
 
 
 class LowExperts(torch.autograd.Function):
-    """As ``_Experts`` of :mod:`moekit._experts`, with gate_up and down rounded, too; they get gradients."""
+    """As ``_Experts`` of :mod:`moekit._experts`, with gate_up and down rounded, too; they get gradients.
+
+    ``tokens`` are ``x`` in the format, where rows have arrived and whoever made them has rounded them.
+    """
 
     gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
 
     @staticmethod
-    def forward(ctx, x, weights, gate_up, down, offsets, places, base, low, plan, into, exchange):
-        of_gate_up, of_down = low
-        kinds, dtype = plan.plain, x.dtype
-        if plan.forward is None:
-            rows, by_row = exchange.send(x, places, weights, ends=offsets)
-        else:
-            rows, _, by_row = exchange.send_rounded(x, places, plan.forward, weights, ends=offsets)
-        projected = plan.multiply(rows, of_gate_up.forward, offsets, dtype, kinds.forward)
-        del rows
+    def forward(ctx, x, weights, gate_up, down, offsets, places, base, rounded, tokens, plan, into, exchange):
+        of_gate_up, of_down = rounded
+        kinds, form, by_row = plan.plain, plan.forward, weights
+        if tokens is None:
+            rows, low, by_row = exchange.send(x, places, weights, ends=offsets, form=form, wide=False)
+            tokens = rows if low is None else low
+            del rows, low
+        projected = plan.multiply(tokens, of_gate_up.forward, offsets, x, kinds.forward)
+        del tokens
         if plan.forward is None:
             hidden, kept = swiglu_forward(projected, by_row, offsets, kernels=kinds.elementwise), projected
             if plan.saved is not None:
@@ -118,18 +97,21 @@ class LowExperts(torch.autograd.Function):
             )
         del projected
         out = exchange.outgoing()
-        out = plan.multiply(hidden, of_down.forward, offsets, dtype, kinds.forward, out=out)
-        kept = kept if isinstance(kept, Quantized) else (kept, None)
-        ctx.save_for_backward(x, by_row, offsets, places, *kept)
-        ctx.low, ctx.plan, ctx.into, ctx.exchange = low, plan, into, exchange
+        out = plan.multiply(hidden, of_down.forward, offsets, x, kinds.forward, out=out)
+        operands = (kept, of_gate_up.input_grad, of_down.input_grad)
+        parts = [part for operand in operands for part in _parts(operand)]
+        ctx.save_for_backward(x, by_row, offsets, places, *parts)
+        ctx.plan, ctx.into, ctx.exchange = plan, into, exchange
         return exchange.fetch(out, places, base=base)[0]
 
     @staticmethod
     @once_differentiable  # what it keeps of the forward has no graph
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, by_row, offsets, places, kept, scales = ctx.saved_tensors
-        may_overwrite, exchange, plan, dtype = forget_saved(ctx), ctx.exchange, ctx.plan, x.dtype
-        kinds, (of_gate_up, of_down) = plan.plain, ctx.low
+        x, by_row, offsets, places, *parts = ctx.saved_tensors
+        kept, gate_up, down = (_operand(*parts[i : i + 2]) for i in (0, 2, 4))
+        del parts
+        may_overwrite, exchange, plan = forget_saved(ctx), ctx.exchange, ctx.plan
+        kinds, form = plan.plain, plan.input_grad
         into_gate_up, into_down = ctx.into
         needs_x, _, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
         at = 1 if by_row is None else 2  # of gate_up among the tensors that came
@@ -138,40 +120,40 @@ class LowExperts(torch.autograd.Function):
         together = isinstance(exchange, rowwise)  # ranks send and fetch alike, whatever each of them needs
         grad_base = grad if ctx.needs_input_grad[6] else None
 
-        if plan.input_grad is None:
-            low = grad = exchange.send(grad, places)[0]
-        else:
-            low, grad, _ = exchange.send_rounded(
-                grad, places, plan.input_grad, ends=offsets, wide=needs_down, tokens=False
-            )
-        grad_hidden = plan.multiply(low, of_down.input_grad, offsets, dtype, kinds.input_grad)
-        if plan.input_grad is None:
-            kept = kept if scales is None else dequantize(Quantized(kept, scales), dtype)
+        grad, low, _ = exchange.send(grad, places, ends=offsets, form=form, wide=needs_down, tokens=False)
+        grad_hidden = plan.multiply(grad if low is None else low, down, offsets, x, kinds.input_grad)
+        if form is None:
+            kept = dequantize(kept).to(x.dtype) if isinstance(kept, Quantized) else kept
             grad_projected, hidden, grad_by_row = swiglu_backward(
                 grad_hidden, kept, by_row, offsets, in_place=may_overwrite, kernels=kinds.elementwise
             )
             low = grad_projected
         else:
             low, grad_projected, hidden, grad_by_row = swiglu_backward_quantized(
-                *(grad_hidden, kept if scales is None else Quantized(kept, scales), by_row, offsets),
-                *(plan.input_grad,),
-                in_place=may_overwrite,
-                kernels=kinds.elementwise,
+                grad_hidden, kept, by_row, offsets, form, in_place=may_overwrite, kernels=kinds.elementwise
             )
         del grad_hidden, kept
         grad_down = grad_gate_up = grad_x = grad_weights = None
         if needs_down:
-            grad_down = plan.weigh(hidden, grad, offsets, into_down)
+            grad_down = plan.grad_of_weights(hidden, grad, offsets, into_down)
         del hidden, grad
         if needs_gate_up or together:
             rows = exchange.send(x, places, ends=offsets)[0]
             if needs_gate_up:
-                grad_gate_up = plan.weigh(rows, grad_projected, offsets, into_gate_up)
+                grad_gate_up = plan.grad_of_weights(rows, grad_projected, offsets, into_gate_up)
             del rows
         del grad_projected
         if needs_x or together:
             out = exchange.outgoing()
-            grad_x = plan.multiply(low, of_gate_up.input_grad, offsets, dtype, kinds.input_grad, out=out)
+            grad_x = plan.multiply(low, gate_up, offsets, x, kinds.input_grad, out=out)
         del low
         grad_x, grad_weights = exchange.fetch(grad_x, places, each=grad_by_row)
-        return grad_x, grad_weights, grad_gate_up, grad_down, *[None] * 2, grad_base, *[None] * 4
+        return grad_x, grad_weights, grad_gate_up, grad_down, *[None] * 2, grad_base, *[None] * 5
+
+
+def _parts(x: Operand) -> tuple[Tensor, Tensor | None]:
+    return (x.values, x.scales) if isinstance(x, Quantized) else (x, None)
+
+
+def _operand(values: Tensor, scales: Tensor | None) -> Operand:
+    return values if scales is None else Quantized(values, scales)

@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moekit._dispatch import Via, combine, dispatch
 from moekit._experts import Kernels, expert_forward, experts_over_tokens
-from moekit._low_dense import low_feed_forward, low_linear
+from moekit._low_dense import low_feed_forward
+from moekit._policy import BF16, Precision, check_payload
+from moekit._rounded import Rounded
 from moekit._route import Routing, route
 from moekit._rowwise import rowwise
 from moekit.kernels import check_shapes, choose_products, elementwise
 from moekit.kernels.feed_forward import feed_forward as dense
 from moekit.kernels.permute import OneRank, expert_slots
-from moekit.kernels.quantize import Quantized
 from moekit.mesh import local
-from moekit.precision import Precision, check_payload, dense_forms, round_matrices
 from moekit.tree import check_names, check_not_hollow
 
 
@@ -31,9 +31,7 @@ def moe(
     top_k: int,
     via: Via | None = None,
     kernels: Kernels = "auto",
-    precision: Precision | None = None,
-    rounded: TensorDict | None = None,
-    x_low: Quantized | None = None,
+    precision: Precision | Rounded = BF16,
     grad_into: TensorDict | Mapping[str, Tensor] | None = None,
     mesh: DeviceMesh | None = None,
     **route_options: Any,
@@ -53,10 +51,8 @@ def moe(
         As for :func:`moekit.route`.
     via, mesh
         As for :func:`moekit.dispatch`.
-    kernels, precision, rounded, grad_into
+    kernels, precision, grad_into
         As for :func:`moekit.expert_forward`.
-    x_low : Quantized, optional
-        ``x`` in the format of the shared expert, where whoever made it has rounded it.
 
     Returns
     -------
@@ -72,25 +68,18 @@ def moe(
     """
     check_names("moe", "params", params, "router", "experts")
     check_names("moe", "experts", params["experts"], "gate_up", "down")
+    low = Rounded.of(precision)
+    check_payload("moe", low.policy, getattr(via, "payload", None))
     products = choose_products("moe", kernels, len(x) * top_k, local(params["experts"]["gate_up"]))
     routing = route(params["router"], x, top_k=top_k, kernels=elementwise(kernels), **route_options)
     experts, base = params["experts"], None
     if "shared" in params.keys():
-        of_shared = None if rounded is None else rounded.get("shared", None)
-        base = feed_forward(
-            params["shared"],
-            x,
-            kernels=elementwise(kernels),
-            precision=precision,
-            rounded=of_shared,
-            x_low=x_low,
-        )
+        of_shared = low.part("shared", low.tokens)
+        base = feed_forward(params["shared"], x, kernels=elementwise(kernels), precision=of_shared)
         check_shapes("moe", **{"what the shared expert gives": (base, x.shape)})
-    check_payload("moe", precision, getattr(via, "payload", None))
     alone = mesh is None or (mesh.ndim == 1 and mesh.size() == 1)  # dispatch refuses a mesh of more axes
-    of_experts = None if rounded is None else rounded.get("experts", None)
-    low: dict[str, Any] = dict(precision=precision, rounded=of_experts, grad_into=grad_into)
-    options: dict[str, Any] = dict(base=base, products=products, **low)
+    own: dict[str, Any] = dict(precision=low.part("experts"), grad_into=grad_into)
+    options: dict[str, Any] = dict(base=base, products=products, **own)
     if isinstance(via, rowwise):
         via.check_mesh(mesh)
         y, dropped = _through(via, experts, x, routing, options)
@@ -102,7 +91,7 @@ def moe(
         y = experts_over_tokens(experts, x, slots, routing.weights, offsets, exchange=exchange, **options)
         return y, routing
     sent = dispatch(x, routing, via=via, kernels=elementwise(kernels), mesh=mesh)
-    rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, **low)
+    rows = expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, **own)
     y = combine(rows, sent)
     return y if base is None else y + base, replace(routing, dropped=sent.dropped)
 
@@ -119,42 +108,17 @@ def feed_forward(
     x: Float[Tensor, "*n d"],
     *,
     kernels: str = "auto",
-    precision: Precision | None = None,
-    rounded: TensorDict | None = None,
-    x_low: Quantized | None = None,
+    precision: Precision | Rounded = BF16,
 ) -> Float[Tensor, "*n d"]:
     """Apply a dense SwiGLU feed-forward: ``gate_up`` (d, 2h), ``down`` (h, d). Pure and differentiable.
 
-    See :func:`moekit.kernels.feed_forward.feed_forward`; ``precision`` and ``rounded`` are as for
-    :func:`moekit.expert_forward`, ``x_low`` is ``x`` in the format, where whoever made it has rounded it.
+    See :func:`moekit.kernels.feed_forward.feed_forward`; ``precision`` is as for
+    :func:`moekit.expert_forward`.
     """
     check_names("feed_forward", "params", params, "gate_up", "down")
     gate_up, down = local(params["gate_up"]), local(params["down"])
-    forms = dense_forms("feed_forward", precision, "feed_forward", x)
-    if forms is None:
+    y = low_feed_forward(x, gate_up, down, Rounded.of(precision), kernels)
+    if y is None:
         check_not_hollow("feed_forward", gate_up=gate_up, down=down)
-        return dense(x, gate_up, down, kernels=kernels)
-    assert precision is not None
-    if rounded is None:
-        rounded = round_matrices(dict(gate_up=gate_up, down=down), precision, "feed_forward")
-    return low_feed_forward(x, gate_up, down, rounded, *forms, x_low=x_low, kernels=kernels)
-
-
-def linear(
-    role: str,
-    x: Float[Tensor, "*n K"],
-    w: Float[Tensor, "K N"],
-    precision: Precision | None,
-    rounded: TensorDict | None,
-    *,
-    x_low: Quantized | None = None,
-    kernels: str,
-) -> Float[Tensor, "*n N"]:
-    """Return ``x @ w``, of operands in the format that a policy has for this role."""
-    forms = dense_forms("linear", precision, role, x)
-    if forms is None:
-        check_not_hollow("linear", weights=w)
-        return x @ w
-    assert precision is not None
-    rounded = round_matrices(dict(w=w), precision, role)["w"] if rounded is None else rounded
-    return low_linear(x, w, rounded, *forms, x_low=x_low, kernels=kernels)
+        y = dense(x, gate_up, down, kernels=kernels)
+    return y

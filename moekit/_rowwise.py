@@ -20,8 +20,8 @@ from moekit._route import Routing
 from moekit.config import ModelConfig
 from moekit.kernels import check_shapes
 from moekit.kernels.one_sided import FP8, dequantize_rows, get_each, get_sum, put, put_each, put_quantized
-from moekit.kernels.permute import gather_sum_backward
-from moekit.kernels.quantize import FP8_ROWWISE, Format, Quantized, quantize
+from moekit.kernels.permute import Sent, gather_sum_backward
+from moekit.kernels.quantize import ROWWISE, Format, Quantized, quantize
 from moekit.kernels.row_map import RowMap, row_map
 from moekit.symmetric import Layout, SymmetricMemory
 from moekit.tree import check_values
@@ -200,41 +200,27 @@ class rowwise:
         weights: Float[Tensor, "t k"] | None = None,
         *,
         ends: Int[Tensor, " e"] | None = None,
-    ) -> tuple[Float[Tensor, "r d"], Float[Tensor, " r"] | None]:
+        form: Format | None = None,
+        wide: bool = True,
+        tokens: bool = True,
+    ) -> Sent:
         """Return the rows that came here, in the buffer, until the next ``send``; and the weights, a copy.
 
-        Given ``ends``, where the rows of each expert here end, rows travel as ``payload`` says.
-        """
-        packed = self._send(x, places, weights, packed=ends is not None)
-        rows = self.memory.tensors["rows in"].mine
-        if packed is not None and ends is not None:
-            dequantize_rows(*packed, ends, rows, kernels=self.kernels)
-        return rows, None if weights is None else self.memory.tensors["weights in"].mine.clone()
-
-    def send_rounded(
-        self,
-        x: Float[Tensor, "t d"],
-        places: Int[Tensor, "t k"],
-        form: Format,
-        weights: Float[Tensor, "t k"] | None = None,
-        *,
-        ends: Int[Tensor, " e"],
-        wide: bool = False,
-        tokens: bool = True,
-    ) -> tuple[Quantized, Float[Tensor, "r d"] | None, Float[Tensor, " r"] | None]:
-        """Return what :meth:`send` does, rounded to a format; with ``wide`` as it came, too.
-
-        ``tokens``, not gradients, may travel as ``payload`` says; where that is the format they are not
-        touched again.
+        ``tokens``, not gradients, travel as ``payload`` says. With a format rows come in that, and only with
+        ``wide`` as they are too; what has travelled in it is not touched again. ``ends``, where the rows of
+        each expert here end, is needed for a payload and a format.
         """
         packed = self._send(x, places, weights, packed=tokens)
-        rows = self.memory.tensors["rows in"].mine
-        if packed is not None and (wide or form != FP8_ROWWISE):
+        rows, low = self.memory.tensors["rows in"].mine, None
+        if form is not None:
+            low = packed if form == ROWWISE else None
+        if packed is not None and (low is None or wide):
+            assert ends is not None
             dequantize_rows(*packed, ends, rows, kernels=self.kernels)
-        if packed is None or form != FP8_ROWWISE:
-            packed = quantize(rows, form, end=ends, kernels=self.kernels)
+        if form is not None and low is None:
+            low = quantize(rows, form, end=ends, kernels=self.kernels)
         by_row = None if weights is None else self.memory.tensors["weights in"].mine.clone()
-        return packed, rows if wide else None, by_row
+        return rows if form is None or wide else None, low, by_row
 
     def _send(self, x: Tensor, places: Tensor, weights: Tensor | None, *, packed: bool) -> Quantized | None:
         """Write tokens to their places, and wait for those that come; return these if they came packed."""
@@ -390,7 +376,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable  # what other ranks write has no graph
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         rows, weights, places = ctx.saved_tensors
-        grad, by_row = ctx.transport.send(grad, places, weights)
+        grad, _, by_row = ctx.transport.send(grad, places, weights, tokens=False)
         slots = torch.arange(len(rows), device=rows.device)[:, None]
         grad_rows, grad_by_row = gather_sum_backward(
             grad, rows, slots, by_row[:, None], kernels=ctx.transport.kernels

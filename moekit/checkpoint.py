@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moekit.tree import is_hollow
+from moekit.tree import held, is_hollow
 
 FORMAT, VERSION, MANIFEST = "moekit checkpoint", 1, "manifest.json"
 _INDEX, _PARTIAL, _DAMAGED = ".metadata", ".partial-", ".damaged"  # the index is DCP's
@@ -425,8 +425,13 @@ def _within(name: str, only: Collection[str] | None) -> bool:
 def _tensors(tree: Tree, only: Collection[str] | None) -> dict[str, Tensor]:
     leaves: list[tuple[str, Any]] = []
     _map(lambda *leaf: leaves.append(leaf), tree)
-    held = {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor) and _within(name, only)}
-    return {name: leaf for name, leaf in held.items() if not is_hollow(leaf)}
+    mine = {name: leaf for name, leaf in leaves if isinstance(leaf, Tensor) and _within(name, only)}
+    return {name: leaf for name, leaf in mine.items() if not _is_empty(leaf)}
+
+
+def _is_empty(leaf: Tensor) -> bool:
+    """Whether a leaf is a hollow parameter, which has NaN for all its values, and no tensor that repeats."""
+    return is_hollow(leaf) and leaf.is_floating_point() and bool(held(leaf).flatten()[0].isnan())
 
 
 def _describe(tree: Tree, only: Collection[str] | None, mesh: DeviceMesh | None, *, contents: bool) -> Leaves:
@@ -439,7 +444,7 @@ def _describe(tree: Tree, only: Collection[str] | None, mesh: DeviceMesh | None,
             return
         if name in leaves:
             faults.append(f"{name}: there twice")
-        if isinstance(leaf, Tensor) and is_hollow(leaf):
+        if isinstance(leaf, Tensor) and _is_empty(leaf):
             leaves[name] = {"hollow": True}
             return
         if isinstance(leaf, Tensor):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from moekit.config import ModelConfig
 from moekit.mesh import data_mesh, from_shard, layout, shard_of
 from moekit.params import param_dtype, param_shapes
-from moekit.tree import map_named, nested
+from moekit.tree import check_not_hollow, map_named, nested
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -357,6 +357,7 @@ def export_olmoe(
         {name: tuple(leaf.shape) for name, leaf in leaves.items()},
         _misplaced(leaves, mesh),
     )
+    check_not_hollow("export_olmoe", **leaves)
     target = Path(folder)
     partial = target.with_name(f".{target.name}.partial")
     on = None if mesh is None else mesh["edp", "ep"]

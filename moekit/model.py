@@ -8,6 +8,7 @@ Axes: b sequences, s positions, t = b * s tokens, d d_model, v vocabulary.
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from moekit import balance
 from moekit._dispatch import Via
 from moekit._experts import Kernels
-from moekit._moe import feed_forward, linear, moe
+from moekit._low_dense import linear
+from moekit._moe import feed_forward, moe
+from moekit._policy import BF16, Precision
+from moekit._rounded import Rounded
 from moekit._route import Assignment, Routing
 from moekit.batch import Batch
 from moekit.config import ModelConfig, Stage
@@ -43,7 +47,6 @@ from moekit.kernels.rms_norm import rms_norm as normed, rms_norm_quantized
 from moekit.losses import cross_entropy
 from moekit.mesh import local
 from moekit.params import param_shapes
-from moekit.precision import Precision
 from moekit.random import fold_in
 from moekit.tree import check_values, named
 
@@ -97,9 +100,7 @@ def attention(
     attend: Attend | None = None,
     eps: float = 1e-5,
     kernels: str = "auto",
-    precision: Precision | None = None,
-    rounded: TensorDict | None = None,
-    x_low: Quantized | None = None,
+    precision: Precision | Rounded = BF16,
 ) -> Float[Tensor, "b s d"]:
     """Attend causally, within documents where a mask says so, with grouped queries.
 
@@ -130,12 +131,8 @@ def attention(
         ``"auto"``: on CUDA, in half precision and for usual d_head, those of
         :mod:`moekit.kernels.attention` and :mod:`moekit.kernels.qk_norm_rope`. Norms of the full width, and
         dense masks, are left to torch.
-    precision : Precision, optional
+    precision : Precision or Rounded
         Its ``attention_projections`` are the products with ``qkv`` and ``out``.
-    rounded : TensorDict, optional
-        Both, from :func:`moekit.precision.round_weights`; by default they are rounded in the call.
-    x_low : Quantized, optional
-        ``x`` in the format of these products, where whoever made it has rounded it.
 
     Returns
     -------
@@ -145,13 +142,9 @@ def attention(
     ----------
     Ainslie et al., GQA, 2023. https://arxiv.org/abs/2305.13245
     """
-
-    def project(name: str, z: Tensor, z_low: Quantized | None = None) -> Tensor:
-        options: dict[str, Any] = dict(x_low=z_low, kernels=kernels)
-        weights = None if rounded is None else rounded.get(name, None)
-        return linear("attention_projections", z, local(params[name]), precision, weights, **options)
-
-    qkv = project("qkv", x, x_low)
+    low = Rounded.of(precision)
+    role = ("attention", "attention_projections")
+    qkv = linear(*role, "qkv", x, local(params["qkv"]), low, kernels)
     d_head = qkv.shape[-1] // (n_heads + 2 * n_kv_heads)
     q_gain, k_gain = (local(params[x]) if x in params.keys() else None for x in ("q_norm", "k_norm"))
     heads: dict[str, Any] = dict(n_heads=n_heads, n_kv_heads=n_kv_heads, eps=eps)
@@ -161,7 +154,8 @@ def attention(
     else:
         q, k, v = qk_norm_rope(qkv, q_gain, k_gain, rope, kernels=kernels, **heads)
         out = attend_here(q, k, v, mask, kernels=kernels) if attend is None else attend(q, k, v, mask)
-    return project("out", rearrange(out, "b n s h -> b s (n h)"))
+    out = rearrange(out, "b n s h -> b s (n h)")
+    return linear(*role, "out", out, local(params["out"]), replace(low, tokens=None), kernels)
 
 
 def document_mask(
@@ -188,8 +182,7 @@ def transformer_block(
     attend: Attend | None = None,
     wrap: Callable[[str, Callable], Callable] = lambda name, fn: fn,
     kernels: Kernels = "auto",
-    precision: Precision | None = None,
-    rounded: TensorDict | None = None,
+    precision: Precision | Rounded = BF16,
     **moe_options: Any,
 ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
     """Add attention, then a feed-forward or a Mixture of Experts, each with its norms, to what came in.
@@ -204,7 +197,7 @@ def transformer_block(
         where present.
     x : Float[Tensor, "b s d"]
         The residual stream.
-    config, rope, mask, attend, kernels, precision, rounded
+    config, rope, mask, attend, kernels, precision
         As for :func:`forward` and :func:`attention`; what is rounded of ``layers.i``.
     wrap : callable
         ``wrap(name, fn)`` for the parts ``"attention"`` and ``"ffn"``, each with what it adds to; see
@@ -223,10 +216,9 @@ def transformer_block(
             f"transformer_block needs no options of moe for one without experts, got {sorted(moe_options)}"
         )
 
-    def low(part: str) -> dict[str, Any]:
-        return {"precision": precision, "rounded": None if rounded is None else rounded.get(part, None)}
+    low = Rounded.of(precision)
 
-    def mix(z: Tensor, z_low: Quantized | None) -> Tensor:
+    def mix(z: Tensor, tokens: Quantized | None) -> Tensor:
         return attention(
             params["attention"],
             z,
@@ -237,14 +229,13 @@ def transformer_block(
             attend=attend,
             eps=eps,
             kernels=elementwise(kernels),
-            x_low=z_low,
-            **low("attention"),
+            precision=low.part("attention", tokens),
         )
 
-    def feed(z: Tensor, z_low: Quantized | None) -> tuple[Tensor, Routing | None]:
+    def feed(z: Tensor, tokens: Quantized | None) -> tuple[Tensor, Routing | None]:
         if "ffn" in params.keys():
-            options: dict[str, Any] = dict(kernels=elementwise(kernels), x_low=z_low, **low("ffn"))
-            return feed_forward(params["ffn"], z, **options), None
+            own = low.part("ffn", tokens)
+            return feed_forward(params["ffn"], z, kernels=elementwise(kernels), precision=own), None
         y, routing = moe(
             params["moe"],
             rearrange(z, "b s d -> (b s) d"),
@@ -255,8 +246,7 @@ def transformer_block(
             n_groups=config.n_groups,
             top_groups=config.top_groups,
             kernels=kernels,
-            x_low=None if z_low is None else z_low.rows(),
-            **low("moe"),
+            precision=low.part("moe", None if tokens is None else tokens.rows()),
             **moe_options,
         )
         return y.view(z.shape), routing
@@ -267,7 +257,7 @@ def transformer_block(
         return z if residual is None else residual + z
 
     def norm_in(name: str, z: Tensor, role: str) -> tuple[Tensor, Quantized | None]:
-        form = None if precision is None else precision.form(role)
+        form = low.policy.form(role)
         is_read = role != "feed_forward" or "ffn" in params.keys() or "shared" in params["moe"].keys()
         if form is None or name not in params.keys() or not is_read:
             return norm(name, z), None
@@ -297,8 +287,7 @@ def forward(
     assignment: Assignment = "top_k",
     via: Via | None = None,
     kernels: Kernels = "auto",
-    precision: Precision | None = None,
-    rounded: TensorDict | None = None,
+    precision: Precision | Rounded = BF16,
     grad_into: TensorDict | None = None,
     block: Callable = transformer_block,
     attention_via: AttentionVia | None = None,
@@ -331,11 +320,9 @@ def forward(
         As for :func:`moekit.route`; the key of each layer is ``fold_in(key, layer)``.
     via, kernels
         As for :func:`moekit.dispatch` and :func:`moekit.expert_forward`.
-    precision : Precision, optional
-        What is rounded to eight bits on the way, role by role.
-    rounded : TensorDict, optional
-        The weights rounded for it, from :func:`moekit.precision.round_weights`, once for as long as they stay
-        as they are; by default each call rounds them.
+    precision : Precision or Rounded
+        What is rounded to eight bits on the way, role by role; with weights from
+        :func:`moekit.precision.round_weights`, or else each call rounds them.
     grad_into : TensorDict, optional
         Buffers under the names of experts' parameters, all or some, for :func:`moekit.expert_forward`.
     block : callable
@@ -367,8 +354,8 @@ def forward(
         assertion), the sequence is longer than the RoPE table, or biases, context or grad_into do not fit.
     """
     check_kernels("forward", kernels)
-    if precision is not None:
-        precision.check(config)
+    low = Rounded.of(precision)
+    low.policy.check(config)
     _check_params(params, config, stage)
     into = {} if grad_into is None else named(grad_into)
     if others := [name for name in into if not is_expert(name)]:
@@ -414,9 +401,8 @@ def forward(
     routings = []
     for i in stage.layers:
         options: dict[str, Any] = {"kernels": kernels} | ({} if context is None else {"attend": attend})
-        if precision is not None:
-            of_layer = None if rounded is None else rounded.get(("layers", str(i)), None)
-            options |= dict(precision=precision, rounded=of_layer)
+        if low.policy != BF16:
+            options["precision"] = low.part("layers").part(str(i))
         if config.is_moe(i):
             options |= dict(
                 bias=None if biases is None else biases[i - config.n_dense_layers],

@@ -90,17 +90,17 @@ def check_names(who: str, what: str, tree: Mapping[str, Any] | TensorDict, *name
 
 
 def is_hollow(x: Tensor) -> bool:
-    """Whether a leaf stands for a parameter that has no memory; see :func:`moekit.precision.hollow`."""
+    """Whether a parameter has no memory; see :func:`moekit.precision.hollow`."""
     return x.numel() > 1 and not any(held(x).stride())
 
 
 def check_not_hollow(who: str, **weights: Tensor) -> None:
-    """Raise ``ValueError`` for weights without values, which read as zeros."""
+    """Raise ``ValueError`` for weights without values."""
     for name, w in weights.items():
         if is_hollow(w):
             raise ValueError(
-                f"{who} needs {name} with values, got a hollow one; pass precision= and rounded=, made by "
-                "moekit.precision.round_weights from the masters"
+                f"{who} needs {name} with values, got a hollow one; pass precision=round_weights(masters, "
+                "policy)"
             )
 
 

@@ -65,6 +65,7 @@ if cfg.pp < 2:
     raise SystemExit(f"moe_1t2 needs pp >= 2, got {cfg.pp}; moe_47b has no pipeline")
 layout = layouts.check_recipe(model, cfg)
 policy = mk.precision.preset(cfg.precision, emulate=cfg.toy)
+policy.check(model)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 dtype = torch.float32 if cfg.toy else torch.bfloat16
 stages = plan.split_layers(model, layout.n_stages, seq_len=cfg.seq_len)
@@ -102,8 +103,8 @@ def build():
         """Update what is held, and return the statistics of the global batch."""
         key = None if cfg.assignment == "top_k" else mk.random.fold_in(base_key, step)
         batch = mk.count_tokens(batch, mesh=stage_mesh)
-        low = dict(precision=policy, rounded=mk.precision.round_weights(held["state"]["master"], policy))
-        (_, stats), grads = grad_fn(held["params"], batch, key=key, **low)
+        low = mk.precision.round_weights(held["state"]["master"], policy)
+        (_, stats), grads = grad_fn(held["params"], batch, key=key, precision=low)
         held["params"], held["state"] = optimizer.update(grads, held["state"], held["params"])
         return mk.mesh.sum_over_ranks(stats, mesh=mesh)
 

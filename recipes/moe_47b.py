@@ -69,6 +69,7 @@ if cfg.toy:
     cfg = replace(cfg, seq_len=min(cfg.seq_len, 128), n_steps=min(cfg.n_steps, 10))
 layout = layouts.check_recipe(model, cfg)
 policy = mk.precision.preset(cfg.precision, emulate=cfg.toy)
+policy.check(model)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 dtype = torch.float32 if cfg.toy else torch.bfloat16
 
@@ -103,9 +104,8 @@ def build():
         """Update what is held, and return the statistics of the global batch."""
         key = None if cfg.assignment == "top_k" else mk.random.fold_in(base_key, step)
         batch = mk.count_tokens(batch, mesh=mesh)
-        weights = held["state"]["master"] if cfg.optimize else held["params"]
-        low = dict(precision=policy, rounded=mk.precision.round_weights(weights, policy))
-        (_, stats), grads = grad_fn(held["params"], batch, key=key, **low)
+        low = mk.precision.round_weights(held["state"]["master"] if cfg.optimize else params, policy)
+        (_, stats), grads = grad_fn(held["params"], batch, key=key, precision=low)
         if cfg.optimize:
             held["params"], held["state"] = optimizer.update(grads, held["state"], held["params"])
         return mk.mesh.sum_over_ranks(stats, mesh=mesh)

@@ -1,17 +1,28 @@
 """A policy, and what layers and models do under it."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from reference import draw, flat, refuses
 from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moekit as mk
 from moekit import checkpoint, config, precision
 from moekit.batch import make_batch
 from moekit.kernels.quantize import dequantize, quantize
-from moekit.precision import BF16, FORMATS, Precision, everywhere, hollow, preset, round_weights
+from moekit.precision import (
+    BF16,
+    FORMATS,
+    Precision,
+    Rounded,
+    all_products,
+    hollow,
+    preset,
+    round_weights,
+)
 
 T, D, H, N_EXPERTS, K = 96, 64, 32, 8, 2
 FP8, MXFP8 = (preset(name, emulate=True) for name in ("fp8_rowwise", "mxfp8"))
@@ -84,7 +95,7 @@ def test_hardware_without_the_format_is_named_unless_it_may_be_emulated():
     with refuses("needs a device's units for experts_forward='fp8_rowwise': a device of type cpu has no"):
         layer(precision.FP8_ROWWISE)
     saved = layer(Precision(saved_activations="fp8_rowwise"))  # nothing multiplies it
-    assert decibels(saved[1:], layer(None)[1:]) > 25
+    assert decibels(saved[1:], layer(BF16)[1:]) > 25
 
 
 # --- A layer --------------------------------------------------------------------------
@@ -93,15 +104,15 @@ def test_hardware_without_the_format_is_named_unless_it_may_be_emulated():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("form", "least"), [("fp8_rowwise", 24.0), ("mxfp8", 24.0), ("mxfp8_floor", 22.5)])
 def test_gradients_of_a_layer_have_their_signal_to_noise(form, least, dtype):
-    want = layer(None)
-    got = layer(everywhere(form, emulate=True), dtype)
+    want = layer(BF16)
+    got = layer(all_products(form, emulate=True), dtype)
     assert least < decibels(got[1:], want[1:]) < least + 4
     assert all(g.dtype == dtype for g in got)
 
 
 @pytest.mark.parametrize("role", EXPERTS)
 def test_each_role_alone_rounds_what_it_says_and_no_more(role):
-    want, got = layer(None), layer(Precision(**{role: "mxfp8"}, emulate=True))
+    want, got = layer(BF16), layer(Precision(**{role: "mxfp8"}, emulate=True))
     y, tokens, _, gate_up, down = (decibels([a], [b]) for a, b in zip(got, want, strict=True))
     exact = 100
     assert (y > exact) == (role != "experts_forward")
@@ -125,7 +136,7 @@ def test_an_expert_multiplies_rounded_rows_with_rounded_weights(form):
     experts["gate_up"] = draw(2, D, 2 * H, seed=1, dtype=torch.float32) * D**-0.5
     experts["down"] = draw(2, H, D, seed=2, dtype=torch.float32) * H**-0.5
     ends = torch.tensor([25, 40]).int()
-    got = mk.expert_forward(experts, x, ends, precision=everywhere(form, emulate=True))
+    got = mk.expert_forward(experts, x, ends, precision=all_products(form, emulate=True))
     parts = [
         by_hand(rows, gate_up, down, form)
         for rows, gate_up, down in zip(x.split([25, 15]), experts["gate_up"], experts["down"], strict=True)
@@ -177,6 +188,60 @@ def test_a_graph_that_is_retained_gives_the_same_gradients_again():
         assert torch.equal(first, second)
 
 
+def test_no_tokens_and_no_rows_pass(kernels="auto"):
+    x, experts = (
+        draw(0, D, dtype=torch.float32).requires_grad_(),
+        {
+            "gate_up": draw(2, D, 2 * H, dtype=torch.float32).requires_grad_(),
+            "down": draw(2, H, D, dtype=torch.float32).requires_grad_(),
+        },
+    )
+    ends = torch.zeros(2, dtype=torch.int32)
+    for policy in (BF16, FP8, replace(MXFP8, experts_weight_grad="mxfp8")):
+        y = mk.expert_forward(experts, x, ends, precision=policy)
+        grads = torch.autograd.grad(y.sum(), [x, *experts.values()])
+        assert y.shape == (0, D) and not any(g.any() for g in grads)
+    matrices = {name: w[0].detach().requires_grad_() for name, w in experts.items()}
+    for policy in (FP8, replace(MXFP8, dense_weight_grad="mxfp8", saved_activations="mxfp8")):
+        y = mk.model.feed_forward(matrices, x, precision=policy)
+        assert not any(g.any() for g in torch.autograd.grad(y.sum(), [x, *matrices.values()]))
+
+
+def test_a_token_that_is_not_finite_is_seen_in_its_row_and_in_no_other():
+    gate_up = draw(N_EXPERTS, D, 2 * H, dtype=torch.float32)
+    params = {"router": torch.zeros(D, N_EXPERTS), "experts": {"gate_up": gate_up, "down": gate_up.mT[:, :H]}}
+    x = draw(8, D, dtype=torch.float32)
+    x[3, 5] = torch.inf
+    fixed = dict(assignment="random", key=mk.random.make_key(0))
+    for policy in (FP8, MXFP8):
+        y, _ = mk.moe(params, x, top_k=K, precision=policy, **fixed)
+        assert y[3].isnan().all() and y[torch.arange(8) != 3].isfinite().all()
+
+
+def test_what_a_layer_keeps_in_eight_bits_is_less():
+    def kept(policy):
+        sizes = {}
+
+        def note(x):
+            sizes[x.data_ptr()] = x.numel() * x.element_size()
+            return x
+
+        x, w = draw(64, D, dtype=torch.float32).requires_grad_(), draw(D, 2 * H, dtype=torch.float32)
+        w, down = w.requires_grad_(), draw(H, D, dtype=torch.float32).requires_grad_()
+        rounded = round_weights(TensorDict(ffn=TensorDict(gate_up=w.detach(), down=down.detach())), policy)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            y = mk.model.feed_forward(dict(gate_up=w, down=down), x, precision=rounded.part("ffn"))
+        del y
+        return (
+            sum(sizes.values())
+            - sum(t.numel() * t.element_size() for t in flat(rounded.weights).values()) / 2
+        )
+
+    for policy in (FP8, MXFP8):
+        saved = replace(policy, saved_activations=policy.feed_forward)
+        assert kept(policy) - kept(saved) >= 64 * 2 * H * 4 * 0.7
+
+
 # --- A model --------------------------------------------------------------------------
 
 
@@ -204,23 +269,130 @@ def test_a_model_reads_weights_rounded_once_and_hollow_ones_alike(policy, params
     loss, grads = loss_and_grads(params, policy)
     rounded = round_weights(params, policy)
     for given in (params, hollow(params, policy)):
-        again, same = loss_and_grads(given, policy, rounded=rounded)
+        again, same = loss_and_grads(given, rounded)
         assert torch.equal(loss, again) and all(torch.equal(grads[name], same[name]) for name in grads)
 
 
 def test_rounding_reaches_every_product_it_names_and_nothing_else(params):
-    _, want = loss_and_grads(params, None)
+    _, want = loss_and_grads(params, BF16)
     _, got = loss_and_grads(params, FP8)
     assert 5 < decibels([got[n] for n in want], want.values()) < 15  # of eight layers, one after another
     matrices = {name for name in want if name.split(".")[-1] in ("qkv", "out", "gate_up", "down")}
     sizes = {name for name, w in flat(params).items() if w.ndim > 1}
     assert sizes - matrices == {name for name in sizes if "router" in name or name in ("embedding", "head")}
-    named = {name.rsplit(".", 2)[0] for name in flat(round_weights(params, FP8))}
+    named = {name.rsplit(".", 2)[0] for name in flat(round_weights(params, FP8).weights)}
     assert named == matrices
 
 
+class Conversions(TorchDispatchMode):
+    """Count conversions to eight bits by shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype.itemsize == 1 and out.is_floating_point():
+            self.shapes[tuple(out.shape)] += args[0].dtype.itemsize > 1
+        return out
+
+
+def test_what_products_read_is_rounded_and_nothing_else(params):
+    low, given = round_weights(params, FP8), batch(length=24)
+    with Conversions() as seen:
+        grad_fn = mk.value_and_grad(mk.next_token_loss, has_aux=True)
+        grad_fn(params, given, config=MODEL, precision=low)
+    n_layers, n_moe, t = MODEL.n_layers, MODEL.n_moe_layers, 2 * 24
+    r, d, h = t * MODEL.top_k, MODEL.d_model, MODEL.d_expert
+    assert (d, h, MODEL.d_shared, MODEL.d_dense) == (64, 64, 64, 320) and n_layers - n_moe == 1
+    assert +seen.shapes == {
+        # What qkv, out, dense and shared products read, shared hidden rows; gradients of those but qkv's.
+        (t, 64): (2 * n_layers + 1 + 2 * n_moe) + (n_layers + 1 + n_moe),
+        (r, 64): 3 * n_moe,  # rows, hidden rows, gradients
+        (t, 96): n_layers,  # gradients of qkv's output, then of first products
+        (t, 128): n_moe,
+        (r, 128): n_moe,
+        (t, 320): 1,  # the dense layer's hidden rows
+        (t, 640): 1,
+    }
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_what_norms_have_rounded_is_what_the_next_product_reads(kernels, params):
+    if kernels == "triton":
+        pytest.importorskip("triton")
+    model = replace(MODEL, norm="pre", n_layers=2, n_experts=4, top_k=2)
+    params = mk.init_params(model, dtype=torch.float32)["layers", "1"]
+    x = draw(1, 8, 64, dtype=torch.float32)
+    rope = tuple(table[:8] for table in mk.model.rope_table(8, config=model, like=x))
+    options = dict(config=model, rope=rope, kernels=kernels, precision=FP8)
+    want, _ = mk.model.transformer_block(params, x, **options)
+    alone = replace(FP8, attention_projections=None, feed_forward=None)
+    assert (
+        decibels([want], [mk.model.transformer_block(params, x, **options | dict(precision=alone))[0]]) < 60
+    )
+    seen = []
+    rounded = mk.model.rms_norm_quantized
+
+    def note(*args, **kwargs):
+        y, low = rounded(*args, **kwargs)
+        seen.append(low)
+        return y, low
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mk.model, "rms_norm_quantized", note)
+        got, _ = mk.model.transformer_block(params, x, **options)
+        assert torch.equal(got, want) and len(seen) == 2  # before attention and before the shared expert
+        patch.setattr(mk.model, "rms_norm_quantized", lambda *a, **k: (rounded(*a, **k)[0], None))
+        got, _ = mk.model.transformer_block(params, x, **options)
+    assert decibels([got], [want]) > 100
+
+
+def test_tokens_that_were_rounded_otherwise_are_refused(params):
+    ffn, x = params["layers", "0", "ffn"], draw(3, 64, dtype=torch.float32)
+    for tokens in (quantize(x, FORMATS["mxfp8"]), quantize(x[:2], FORMATS["fp8_rowwise"])):
+        with refuses("feed_forward needs tokens (3, 64) rounded to Format("):
+            mk.model.feed_forward(ffn, x, precision=Rounded(FP8, tokens=tokens))
+
+
+def test_widths_that_do_not_fit_a_format_are_refused_before_anything_runs():
+    with refuses("multiples of 32 for experts_forward='mxfp8', got d_expert=40"):
+        MXFP8.check(replace(MODEL, d_expert=40))
+    with refuses("multiples of 16 for attention_projections='fp8_rowwise', got d_model=72, qkv=24"):
+        FP8.check(replace(MODEL, d_model=72, n_heads=4, n_kv_heads=1, d_head=4))
+    FP8.check(MODEL)
+
+
+@pytest.mark.parametrize("policy", [FP8, replace(MXFP8, saved_activations="mxfp8")], ids=["fp8", "mxfp8"])
+def test_recomputed_blocks_have_the_same_gradients(policy, params):
+    low = round_weights(params, policy)
+    _, want = loss_and_grads(params, low)
+    for recompute in ("block", ("ffn",)):
+        block = mk.remat(mk.model.transformer_block, recompute)
+        _, got = loss_and_grads(params, low, block=block)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_compiled_layer_takes_new_weights_without_compiling_again(params):
+    graphs, x = [], draw(8, 64, dtype=torch.float32)
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(mk.moe, backend=count, fullgraph=True)
+    for scale in (1.0, 2.0, 3.0):
+        moe = params["layers", "1", "moe"].apply(lambda w, scale=scale: w * scale)
+        low = Rounded(FP8, round_weights(moe, FP8).weights)
+        options = dict(top_k=2, precision=low, assignment="random", key=mk.random.make_key(int(scale)))
+        assert decibels([compiled(moe, x, **options)[0]], [mk.moe(moe, x, **options)[0]]) > 60
+    assert len(graphs) == 1
+
+
 def test_rounded_weights_are_kept_in_the_memory_of_bfloat16(params):
-    rounded = flat(round_weights(params, FP8))
+    rounded = flat(round_weights(params, FP8).weights)
     n_bytes = sum(x.numel() * x.element_size() for name, x in rounded.items() if name.endswith("values"))
     n_scales = sum(x.numel() * x.element_size() for name, x in rounded.items() if name.endswith("scales"))
     names = {name.rsplit(".", 2)[0] for name in rounded}
@@ -232,16 +404,18 @@ def test_rounded_weights_are_kept_in_the_memory_of_bfloat16(params):
 
 
 def test_weights_of_another_policy_or_none_are_refused(params):
-    other = round_weights(params, MXFP8)
-    with refuses("needs weights rounded to Format(elements=torch.float8_e4m3fn, block=None, rounding=None)"):
-        loss_and_grads(params, FP8, rounded=other)
+    other = Rounded(FP8, round_weights(params, MXFP8).weights)
+    with refuses(
+        "rounded to Format(elements=torch.float8_e4m3fn, block=None, rounding=None) for forward, got"
+    ):
+        loss_and_grads(params, other)
     forward = round_weights(params, Precision(experts_forward="fp8_rowwise", emulate=True))
     both = Precision(experts_forward="fp8_rowwise", experts_input_grad="fp8_rowwise", emulate=True)
-    with refuses("expert_forward needs gate_up rounded to"):
-        loss_and_grads(params, both, rounded=forward)
-    with refuses("got none; pass rounded=round_weights(weights, precision) of the same policy"):
-        loss_and_grads(params, both, rounded=forward)
-    for policy in (None, FP8):
+    with refuses("for input_grad, got nothing; pass precision=round_weights(weights, policy)"):
+        loss_and_grads(params, Rounded(both, forward.weights))
+    with refuses("attention needs qkv (96, 64) rounded to"):  # a part that has none is not rounded here
+        loss_and_grads(params, Rounded(FP8, forward.weights))
+    for policy in (BF16, FP8):
         with refuses("got a hollow one"):
             loss_and_grads(hollow(params, FP8), policy)
 
@@ -256,9 +430,9 @@ def test_a_model_takes_each_role_alone_with_weights_that_have_been_rounded(role,
     dense = dict(feed_forward="mxfp8") if role == "dense_weight_grad" else {}
     policy = Precision(**{role: "mxfp8"}, **dense, emulate=True)
     loss, grads = loss_and_grads(params, policy)
-    again, same = loss_and_grads(params, policy, rounded=round_weights(params, policy))
+    again, same = loss_and_grads(params, round_weights(params, policy))
     assert torch.equal(loss, again) and all(torch.equal(grads[name], same[name]) for name in grads)
-    _, want = loss_and_grads(params, None)
+    _, want = loss_and_grads(params, BF16)
     assert 5 < decibels([grads[n] for n in want], want.values()) < 50
 
 
@@ -271,9 +445,7 @@ def train(params, policy, *, steps, is_hollow):
     for _ in range(steps):
         weights = state["master"] if is_hollow else params
         grad_fn = mk.accumulate(mk.value_and_grad(mk.next_token_loss, has_aux=True), 2)
-        options = dict(config=MODEL, precision=policy)
-        if policy is not None:
-            options["rounded"] = round_weights(weights, policy)
+        options = dict(config=MODEL, precision=round_weights(weights, policy))
         (loss, _), grads = grad_fn(params, batch(), **options)
         losses.append(loss.item())
         params, state = optimizer.update(grads, state, params)
@@ -284,7 +456,7 @@ def test_masters_alone_train_a_model_whose_parameters_are_hollow(params):
     want, _, _ = train(params.clone(), FP8, steps=3, is_hollow=False)
     got, empty, _ = train(params.clone(), FP8, steps=3, is_hollow=True)
     assert got == want and got[2] < got[0]
-    assert not flat(empty)["layers.1.moe.experts.gate_up"].any()
+    assert flat(empty)["layers.1.moe.experts.gate_up"].isnan().all()
 
 
 def test_masters_need_values_and_optimizers_without_them_refuse_hollow_parameters(params):
@@ -292,7 +464,7 @@ def test_masters_need_values_and_optimizers_without_them_refuse_hollow_parameter
         mk.shard_optimizer(mk.adamw(1e-3)).init(hollow(params, FP8))
 
 
-def test_a_checkpoint_leaves_hollow_parameters_out_and_loads_under_any_policy(params, tmp_path):
+def test_a_checkpoint_leaves_hollow_parameters_out_and_either_is_read_into_hollow_ones(params, tmp_path):
     _, empty, state = train(params.clone(), FP8, steps=1, is_hollow=True)
     checkpoint.save(tmp_path / "low", {"params": empty, "state": state})
     fresh = mk.shard_optimizer(mk.adamw(1e-3)).init(params)
@@ -301,7 +473,7 @@ def test_a_checkpoint_leaves_hollow_parameters_out_and_loads_under_any_policy(pa
     with refuses("params.layers.1.moe.experts.down: hollow in the checkpoint"):
         checkpoint.load(tmp_path / "low", {"params": params.clone(), "state": fresh})
 
-    _, whole, state = train(params.clone(), None, steps=1, is_hollow=False)
+    _, whole, state = train(params.clone(), BF16, steps=1, is_hollow=False)
     checkpoint.save(tmp_path / "wide", {"params": whole, "state": state})
     read = checkpoint.load(tmp_path / "wide", {"params": hollow(params, FP8), "state": fresh})
     assert all(torch.equal(a, flat(state)[name]) for name, a in flat(read["state"]).items())

@@ -115,6 +115,8 @@ def grouped_weight_grad(
 def _torch_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """Return ``torch.nn.functional.grouped_mm``, whose fake form knows bfloat16 alone."""
     offsets = offsets.contiguous()  # it does not look at strides
+    if not a.shape[0 if b.ndim == 3 else 1]:  # its backward takes no rows at all for strides that are wrong
+        return a @ b.sum(0) if b.ndim == 3 else a.new_zeros(len(offsets), len(a), b.shape[-1])
     if torch.compiler.is_compiling() and a.dtype != torch.bfloat16:
         return torch.ops.moekit.torch_mm(a, b, offsets)
     return F.grouped_mm(aligned(a), aligned(b), offs=offsets)

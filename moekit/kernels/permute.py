@@ -198,10 +198,7 @@ def gather_sum_backward(
     return by_route[invert(slots.flatten())], (wide[:, None] * rows[slots]).sum(-1)
 
 
-def _by_row(weights: Tensor | None, slots: Slots) -> Tensor | None:
-    if weights is None:
-        return None
-    return torch.empty_like(weights).view(-1).scatter_(0, slots.flatten(), weights.flatten())
+Sent = tuple[Tensor | None, Quantized | None, Tensor | None]  # rows, rows in a format, their weights
 
 
 class OneRank(NamedTuple):
@@ -210,27 +207,26 @@ class OneRank(NamedTuple):
     kernels: str
 
     def send(
-        self, x: Tensor, slots: Slots, weights: Tensor | None = None, *, ends: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return rows in expert order, and their weights."""
-        del ends  # all rows are there
-        return scatter(x, slots, kernels=self.kernels), _by_row(weights, slots)
-
-    def send_rounded(
         self,
         x: Tensor,
         slots: Slots,
-        form: Format,
         weights: Tensor | None = None,
         *,
-        ends: Tensor,
-        wide: bool = False,
+        ends: Tensor | None = None,
+        form: Format | None = None,
+        wide: bool = True,
         tokens: bool = True,
-    ) -> tuple[Quantized, Tensor | None, Tensor | None]:
-        """Return rows in a format, with ``wide`` as they are, too, and their weights."""
+    ) -> Sent:
+        """Return rows in expert order, in a format where one is given, and then with ``wide`` as they are."""
         del ends, tokens  # all rows are there, and nothing travels
-        low, rows = scatter_quantized(x, slots, form, wide=wide, kernels=self.kernels)
-        return low, rows, _by_row(weights, slots)
+        rows = low = by_row = None
+        if form is None:
+            rows = scatter(x, slots, kernels=self.kernels)
+        else:
+            low, rows = scatter_quantized(x, slots, form, wide=wide, kernels=self.kernels)
+        if weights is not None:
+            by_row = torch.empty_like(weights).view(-1).scatter_(0, slots.flatten(), weights.flatten())
+        return rows, low, by_row
 
     def outgoing(self) -> None:
         """Say that rows can be anywhere."""
@@ -249,32 +245,22 @@ class Arrived(NamedTuple):
     """An exchange of rows that some dispatch has sent, and some combine fetches."""
 
     kernels: str
-    rounded: Quantized | None = None  # tokens in the format, where whoever made them has rounded them
 
     def send(
-        self, x: Tensor, slots: Slots | None, weights: Tensor | None = None, *, ends: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the rows."""
-        del slots, ends
-        return x.contiguous(), weights
-
-    def send_rounded(
         self,
         x: Tensor,
         slots: Slots | None,
-        form: Format,
         weights: Tensor | None = None,
         *,
-        ends: Tensor,
-        wide: bool = False,
+        ends: Tensor | None = None,
+        form: Format | None = None,
+        wide: bool = True,
         tokens: bool = True,
-    ) -> tuple[Quantized, Tensor | None, Tensor | None]:
-        """Return rows in a format, with ``wide`` as they are, too."""
-        del slots
-        low = self.rounded if tokens else None
-        if low is None:
-            low = quantize(x, form, end=ends, kernels=self.kernels)
-        return low, x.contiguous() if wide else None, weights
+    ) -> Sent:
+        """Return the rows, in a format where one is given, and then with ``wide`` as they are."""
+        del slots, tokens
+        low = None if form is None else quantize(x, form, end=ends, kernels=self.kernels)
+        return x.contiguous() if form is None or wide else None, low, weights
 
     def outgoing(self) -> None:
         """Say that rows can be anywhere."""

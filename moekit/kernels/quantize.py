@@ -75,8 +75,8 @@ class Format:
         return d // self.block
 
 
-FP8_ROWWISE = Format()
-MXFP8 = Format(block=32, rounding="ceil")
+ROWWISE = Format()
+MX = Format(block=32, rounding="ceil")
 
 
 class Quantized(NamedTuple):
@@ -89,7 +89,7 @@ class Quantized(NamedTuple):
         """Return the same with one dim before the last."""
         return Quantized(*(x.reshape(-1, x.shape[-1]) for x in self))
 
-    def is_of(self, form: Format, shape: tuple[int, ...]) -> bool:
+    def matches(self, form: Format, shape: tuple[int, ...]) -> bool:
         """Say whether these are numbers of a format and a shape."""
         kind = torch.float32 if form.rounding is None else torch.float8_e8m0fnu
         values, scales = (form.elements, shape), (kind, (*shape[:-1], form.n_scales(shape[-1])))
@@ -99,6 +99,7 @@ class Quantized(NamedTuple):
         ) == scales
 
 
+@torch.no_grad()
 def quantize(
     x: Float[Tensor, "*n d"],
     form: Format,
@@ -118,7 +119,7 @@ def quantize(
     largest : Float[Tensor, "*n 1"], optional
         The largest magnitudes of the rows that ``x`` is a part of, where a row shares a scale.
     kernels : {"auto", "torch", "triton"}
-        One Triton kernel for :data:`FP8_ROWWISE`; other formats are plain torch.
+        One Triton kernel for :data:`ROWWISE`; other formats are plain torch.
 
     Raises
     ------
@@ -152,7 +153,7 @@ def quantize(
 def has_kernel(who: str, form: Format, x: Tensor, kernels: str) -> bool:
     """Say whether a function that makes numbers of a format from ``x`` runs its Triton kernel."""
     triton = use_triton(who, kernels, x)
-    return triton and form == FP8_ROWWISE and (not x.is_cuda or has_fp8(x.device))
+    return triton and form == ROWWISE and (not x.is_cuda or has_fp8(x.device))
 
 
 @functools.cache
@@ -204,6 +205,7 @@ class Columns(NamedTuple):
         return (self.values.to(dtype) * self.scales[:, of].to(dtype)).T
 
 
+@torch.no_grad()
 def quantize_columns(
     x: Float[Tensor, "r d"], offsets: Int[Tensor, " E"], form: Format, *, kernels: str = "auto"
 ) -> Columns:
@@ -213,7 +215,7 @@ def quantize_columns(
     the hardware's products need.
     """
     (r, d), e = x.shape, len(offsets)
-    at, ends, room = apart(offsets, r, form.block or 16)
+    at, ends, room = padded_positions(offsets, r, form.block or 16)
     if has_kernel("quantize_columns", form, x, kernels):
         row = torch.full((room + 1,), r, device=x.device).index_copy_(0, at, torch.arange(r, device=x.device))
         values, scales = torch.ops.moekit.quantize_columns(x, row[:room], offsets, ends)
@@ -231,7 +233,7 @@ def quantize_columns(
     return Columns(values.to(form.elements).contiguous(), scales, ends)
 
 
-def apart(
+def padded_positions(
     offsets: Int[Tensor, " E"], n_rows: int, pad: int
 ) -> tuple[Int[Tensor, " r"], Int[Tensor, " E"], int]:
     """Return where rows go when each group begins at a multiple of ``pad``, its ends there, and the room.

@@ -98,6 +98,7 @@ class _RMSNormQuantized(torch.autograd.Function):
     def forward(ctx, x, gain, eps):
         y, rstd, values, scales = torch.ops.moekit.rms_norm_quantized(x.reshape(-1, x.shape[-1]), gain, eps)
         ctx.save_for_backward(x, gain, rstd)
+        ctx.set_materialize_grads(False)
         values, scales = values.view(x.shape), scales.view(*x.shape[:-1], 1)
         ctx.mark_non_differentiable(values, scales)
         return y.view(x.shape), values, scales
@@ -105,6 +106,8 @@ class _RMSNormQuantized(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         x, gain, rstd = ctx.saved_tensors
+        if grads[0] is None:
+            return None, None, None
         rows, grad = (z.reshape(-1, x.shape[-1]) for z in (x, grads[0]))
         grad_x, grad_gain = torch.ops.moekit.rms_norm_backward(grad, rows, gain, rstd)
         return grad_x.view(x.shape), grad_gain, None

@@ -21,13 +21,13 @@ from torch.utils.flop_counter import register_flop_formula
 from moekit.kernels._backend import check_shapes, operator
 from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
 from moekit.kernels.quantize import (
-    FP8_ROWWISE,
-    MXFP8,
+    MX,
+    ROWWISE,
     Columns,
     Format,
     Quantized,
-    apart,
     dequantize,
+    padded_positions,
 )
 
 functional: Any = torch.nn.functional  # its stubs lack grouped products of eight bits
@@ -131,7 +131,7 @@ def why_emulated(
     """
     if device.type != "cuda":
         return f"a device of type {device.type} has no units for it"
-    needs = {FP8_ROWWISE: (9, 0), MXFP8: (10, 0), replace(MXFP8, rounding="floor"): (10, 0)}.get(form)
+    needs = {ROWWISE: (9, 0), MX: (10, 0), replace(MX, rounding="floor"): (10, 0)}.get(form)
     if needs is None or (over_tokens and form.block is not None):
         return "moekit uses no units for it"
     if dtype != torch.bfloat16:
@@ -144,7 +144,7 @@ def why_emulated(
 def _is_native(kernels: str, x: Quantized | Columns, dtype: torch.dtype) -> bool:
     if kernels != "auto":
         return kernels == "native"
-    form = FP8_ROWWISE if x.scales.dtype == torch.float32 else MXFP8
+    form = ROWWISE if x.scales.dtype == torch.float32 else MX
     reason = why_emulated(form, x.values.device, dtype, over_tokens=isinstance(x, Columns))
     return x.values.dtype == form.elements and reason is None
 
@@ -232,7 +232,7 @@ def swizzle(scales: Shaped[Tensor, "*E n b"]) -> Shaped[Tensor, "*E n1 b1"]:
 
 def pad_groups(scales: Shaped[Tensor, "r b"], offsets: Int[Tensor, " E"]) -> Shaped[Tensor, "R b"]:
     """Let the rows of each group begin at a tile, with room for any groups; no host sync."""
-    at, _, room = apart(offsets, len(scales), TILE)
+    at, _, room = padded_positions(offsets, len(scales), TILE)
     out = scales.new_zeros(room + 1, scales.shape[1], dtype=torch.uint8)
     return out.index_copy_(0, at, scales.view(torch.uint8))[:room].view(scales.dtype)
 

@@ -1,7 +1,8 @@
 """SwiGLU between two products of eight-bit numbers: what they read is rounded in the pass that makes it.
 
 The passes of :mod:`moekit.kernels.swiglu`; here a program holds a whole row, of which it finds the scale.
-What is rounded to eight bits comes from float32, not from a bfloat16 copy.
+What is rounded to eight bits comes from float32; of rows wider than a program holds, from passes one after
+the other, from the tensors' dtype.
 
 Axes: r rows, h hidden.
 """
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from moekit.kernels._backend import INTERPRETED, check_shapes, jit, next_power_of_2, operator, tl
 from moekit.kernels.quantize import (
-    FP8_ROWWISE,
+    ROWWISE,
     WIDEST,
     Format,
     Quantized,
@@ -42,7 +43,7 @@ def swiglu_forward_quantized(
     """
     r, h2 = gate_up.shape
     _check("swiglu_forward_quantized", h2, weights=(weights, (r,)))
-    fused = keep in (None, FP8_ROWWISE) and h2 <= 2 * WIDEST
+    fused = keep in (None, ROWWISE) and h2 <= 2 * WIDEST
     if has_kernel("swiglu_forward_quantized", form, gate_up, kernels) and fused:
         values, scales, *kept = torch.ops.moekit.swiglu_quantized(gate_up, weights, end, keep is not None)
         return Quantized(values, scales[:, None]), gate_up if keep is None else Quantized(

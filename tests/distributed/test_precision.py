@@ -11,7 +11,7 @@ from reference import flat
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import moekit as mk
-from moekit.precision import preset, round_matrix, round_weights
+from moekit.precision import FORMATS, preset, round_matrix, round_weights
 from moekit.testing import check_gradients, ranks
 
 from .tiny import BATCH, model
@@ -61,23 +61,23 @@ def test_tokens_that_travel_in_eight_bits_are_not_rounded_again():
 @pytest.mark.parametrize("n", [2, 3])
 def test_what_ranks_share_of_a_matrix_is_rounded_as_the_whole(n):
     w = torch.randn(4, 192, 64, generator=torch.Generator().manual_seed(0))
-    cases = list(itertools.product((FP8, MXFP8), ((1,), (2,))))
+    cases = list(itertools.product((FORMATS["fp8_rowwise"], FORMATS["mxfp8"]), ((1,), (2,))))
 
     def run():
         mesh = dist.init_device_mesh("cpu", (n,))
         found = []
-        for policy, (dim,) in cases:
-            found.append(flat(round_matrix(distribute_tensor(w, mesh, [Shard(dim)]), policy)))
+        for form, (dim,) in cases:
+            found.append(flat(round_matrix(distribute_tensor(w, mesh, [Shard(dim)]), form, form)))
             uneven = distribute_tensor(w[:, :160], mesh, [Shard(1)])  # blocks that two ranks share
-            found.append(flat(round_matrix(uneven, policy)))
+            found.append(flat(round_matrix(uneven, form, form)))
         return [{name: x.view(torch.uint8) for name, x in tree.items()} for tree in found]
 
     with ranks(n) as run_on:
         results = run_on(run)
     for mine in results:
-        for i, (policy, _) in enumerate(cases):
+        for i, (form, _) in enumerate(cases):
             for got, whole in zip(mine[2 * i : 2 * i + 2], (w, w[:, :160]), strict=True):
-                want = flat(round_matrix(whole, policy))
+                want = flat(round_matrix(whole, form, form))
                 assert all(torch.equal(got[name], x.view(torch.uint8)) for name, x in want.items())
 
 
@@ -86,10 +86,10 @@ def test_weights_come_from_masters_in_eight_bits():
         mesh = mk.make_mesh(ep=2, n_experts=8)
         params = mk.mesh.distribute(PARAMS.float(), mesh)
         state = mk.shard_optimizer(mk.adamw(1e-3), mesh=mesh).init(params)
-        mine = flat(round_weights(state["master"], FP8))
+        mine = flat(round_weights(state["master"], FP8).weights)
         return {name: x.view(torch.uint8) for name, x in mine.items()}
 
-    whole = flat(round_weights(PARAMS.float(), FP8))
+    whole = flat(round_weights(PARAMS.float(), FP8).weights)
     with ranks(4) as run_on:
         results = run_on(run)
     for rank, mine in enumerate(results):

@@ -21,7 +21,7 @@ from exchanges import D, K, hurried, layers, make_mesh, make_params, tokens
 import moekit as mk
 from moekit import _moe, symmetric
 from moekit.kernels.permute import count_experts
-from moekit.kernels.quantize import FP8_ROWWISE, dequantize, quantize
+from moekit.kernels.quantize import ROWWISE, dequantize, quantize
 from moekit.plan import split_layers
 from moekit.schedules import interleaved
 from moekit.testing import check_transport, ranks
@@ -216,10 +216,10 @@ def in_float8(payload, functions, kernels, dtype):
     via = mk.rowwise(mesh, n_tokens=6, capacity_factor=0.75, payload=payload, **sizes)
     send = via.send
 
-    def rounded(x, places, weights=None, *, ends=None):
-        if ends is not None:  # tokens, not gradients
-            x = dequantize(quantize(x, FP8_ROWWISE)).to(x.dtype)
-        return send(x, places, weights, ends=ends)
+    def rounded(x, places, weights=None, *, ends=None, tokens=True, **options):
+        if tokens:
+            x = dequantize(quantize(x, ROWWISE)).to(x.dtype)
+        return send(x, places, weights, ends=ends, tokens=tokens, **options)
 
     if payload is None:
         via.send = rounded

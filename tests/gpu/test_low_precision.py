@@ -8,7 +8,7 @@ from reference import draw
 from waits import no_sync
 
 import moekit as mk
-from moekit.kernels.quantize import FP8_ROWWISE, MXFP8, Quantized, quantize, quantize_columns
+from moekit.kernels.quantize import MX, ROWWISE, Quantized, quantize, quantize_columns
 from moekit.kernels.scaled_mm import scaled_grouped_mm, scaled_mm, scaled_weight_grad
 from moekit.precision import preset
 
@@ -22,8 +22,8 @@ def on(*capability):
 
 
 FORMS = [
-    pytest.param(FP8_ROWWISE, marks=on(9, 0), id="rowwise"),
-    pytest.param(MXFP8, marks=on(10, 0), id="mxfp8"),
+    pytest.param(ROWWISE, marks=on(9, 0), id="rowwise"),
+    pytest.param(MX, marks=on(10, 0), id="mxfp8"),
 ]
 COUNTS = [300, 0, 1, 7, 516, 200]
 OFFSETS = torch.tensor(COUNTS).cumsum(0).int()
@@ -58,7 +58,7 @@ def test_grouped_products_are_those_of_the_rounded_numbers(form):
 def test_weights_gradients_are_those_of_the_rounded_numbers():
     x, grad = draw(R + 9, K).bfloat16().cuda(), draw(R + 9, N, seed=1).bfloat16().cuda()
     x[R:] = grad[R:] = torch.nan
-    columns = [quantize_columns(z, OFFSETS.cuda(), FP8_ROWWISE) for z in (x, grad)]
+    columns = [quantize_columns(z, OFFSETS.cuda(), ROWWISE) for z in (x, grad)]
     got, want = (scaled_weight_grad(*columns, dtype=torch.bfloat16, kernels=k) for k in ("native", "torch"))
     close(got, want)
     assert not got[1].any()
@@ -98,7 +98,7 @@ def decibels(got, want):
     ],
 )
 def test_gradients_of_a_layer_have_their_signal_to_noise(policy, least):
-    got, want = layer(policy), layer(None)
+    got, want = layer(policy), layer(preset("bf16"))
     assert decibels(got[1:], want[1:]) >= least
     again = layer(policy)
     assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))

@@ -5,8 +5,8 @@ import torch
 from reference import draw, refuses
 
 from moekit.kernels.quantize import (
-    FP8_ROWWISE,
-    MXFP8,
+    MX,
+    ROWWISE,
     Format,
     dequantize,
     quantize,
@@ -14,9 +14,9 @@ from moekit.kernels.quantize import (
 )
 
 FORMATS = {
-    "fp8_rowwise": FP8_ROWWISE,
+    "fp8_rowwise": ROWWISE,
     "blocks of 8": Format(block=8),
-    "mxfp8": MXFP8,
+    "mxfp8": MX,
     "mxfp8 floor": Format(block=32, rounding="floor"),
     "mxfp8 e5m2": Format(torch.float8_e5m2, block=32, rounding="ceil"),
 }
@@ -99,7 +99,7 @@ def test_any_dims_before_the_last_may_come(form, shape):
 
 def test_rows_of_a_part_of_a_block_are_refused():
     with refuses("quantize needs a last dim that is a multiple of 32, got 40"):
-        quantize(torch.zeros(2, 40), MXFP8)
+        quantize(torch.zeros(2, 40), MX)
 
 
 @pytest.mark.parametrize("d", [1, 40, 1500])
@@ -108,14 +108,14 @@ def test_the_kernel_gives_the_bits_of_the_reference(d, dtype):
     pytest.importorskip("triton")
     x = draw(7, 2 * d, dtype=dtype)[:, ::2] * torch.exp2(draw(7, 1, seed=2) * 20).to(dtype)
     x[2] = 0
-    want = quantize(x, FP8_ROWWISE, kernels="torch")
+    want = quantize(x, ROWWISE, kernels="torch")
     x = torch.cat([x, torch.full((2, d), NAN, dtype=dtype)])  # past the end
-    got = quantize(x, FP8_ROWWISE, end=torch.tensor([3, 7], dtype=torch.int32), kernels="triton")
+    got = quantize(x, ROWWISE, end=torch.tensor([3, 7], dtype=torch.int32), kernels="triton")
     assert torch.equal(got.values.view(torch.uint8)[:7], want.values.view(torch.uint8))
     assert torch.equal(got.scales[:7], want.scales)
 
 
-@pytest.mark.parametrize("form", [FP8_ROWWISE, MXFP8, FORMATS["mxfp8 e5m2"]], ids=["rowwise", "mx", "e5m2"])
+@pytest.mark.parametrize("form", [ROWWISE, MX, FORMATS["mxfp8 e5m2"]], ids=["rowwise", "mx", "e5m2"])
 @pytest.mark.parametrize("counts", [[3, 0, 40, 16], [0, 0, 64, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
 def test_columns_are_rounded_along_the_rows_of_their_group(form, counts):
     ends = torch.tensor(counts).cumsum(0)
@@ -137,6 +137,6 @@ def test_the_kernel_of_columns_gives_the_bits_of_the_reference(counts, dtype):
     pytest.importorskip("triton")
     ends = torch.tensor(counts).cumsum(0)
     x = torch.cat([draw(int(ends[-1]), 80, dtype=dtype), torch.full((6, 80), NAN, dtype=dtype)])
-    got, want = (quantize_columns(x, ends.int(), FP8_ROWWISE, kernels=k) for k in ("triton", "torch"))
+    got, want = (quantize_columns(x, ends.int(), ROWWISE, kernels=k) for k in ("triton", "torch"))
     assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
     assert torch.equal(got.scales, want.scales) and torch.equal(got.ends, want.ends)

@@ -6,8 +6,8 @@ from reference import close, draw, refuses
 
 from moekit.kernels.permute import expert_slots, scatter, scatter_quantized
 from moekit.kernels.quantize import (
-    FP8_ROWWISE,
-    MXFP8,
+    MX,
+    ROWWISE,
     Format,
     Quantized,
     dequantize,
@@ -26,7 +26,7 @@ from moekit.kernels.swiglu import swiglu_backward, swiglu_forward
 from moekit.kernels.swiglu_quantized import swiglu_backward_quantized, swiglu_forward_quantized
 
 FLOOR = Format(block=32, rounding="floor")
-EACH = pytest.mark.parametrize("form", [FP8_ROWWISE, MXFP8, FLOOR], ids=["rowwise", "mxfp8", "floor"])
+EACH = pytest.mark.parametrize("form", [ROWWISE, MX, FLOOR], ids=["rowwise", "mxfp8", "floor"])
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 COUNTS = [3, 0, 40, 17]
 E, R, K, N = len(COUNTS), sum(COUNTS), 64, 96
@@ -108,7 +108,7 @@ def test_what_a_norm_makes_is_rounded_as_it_is(shape, form, kernels):
     want = quantize(y.detach(), form, kernels="torch")
     assert torch.equal(low.values.view(torch.uint8), want.values.view(torch.uint8))
     assert torch.equal(low.scales.float(), want.scales.float())
-    assert not low.values.requires_grad and low.is_of(form, shape)
+    assert not low.values.requires_grad and low.matches(form, shape)
     plain = rms_norm(x, gain, 1e-5, kernels=kernels)
     assert torch.equal(y, plain)
     grad = draw(*shape, seed=2, dtype=torch.float32)
@@ -117,7 +117,7 @@ def test_what_a_norm_makes_is_rounded_as_it_is(shape, form, kernels):
 
 
 @pytest.mark.parametrize(
-    ("form", "least"), [(FP8_ROWWISE, 28.0), (MXFP8, 28.0), (FLOOR, 27.0)], ids=["rowwise", "mxfp8", "floor"]
+    ("form", "least"), [(ROWWISE, 28.0), (MX, 28.0), (FLOOR, 27.0)], ids=["rowwise", "mxfp8", "floor"]
 )
 def test_a_products_signal_to_noise(form, least):
     t, k, n = 512, 256, 256
@@ -155,7 +155,7 @@ def test_tokens_are_rounded_once_and_land_in_every_slot(form, kernels, wide):
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
-@pytest.mark.parametrize("keep", [None, FP8_ROWWISE, MXFP8], ids=["whole", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("keep", [None, ROWWISE, MX], ids=["whole", "rowwise", "mxfp8"])
 @EACH
 @pytest.mark.parametrize(("r", "h"), [(0, 32), (7, 64), (3, 1504)])
 def test_swiglu_rounds_what_it_makes_from_float32(r, h, form, keep, kernels):
@@ -202,10 +202,10 @@ def test_scales_lie_as_torchao_lays_them_out_for_the_hardware():
 
 
 def test_other_shapes_are_refused():
-    rows, weights = operands(FP8_ROWWISE)
+    rows, weights = operands(ROWWISE)
     with refuses("scaled_grouped_mm needs offsets (4,), got (3,)"):
         scaled_grouped_mm(rows, weights, OFFSETS[:3], dtype=torch.float32)
     with refuses("scaled_mm needs weights"):
         scaled_mm(rows, Quantized(weights.values[0, :, :32], weights.scales[0]), dtype=torch.float32)
     with refuses("swiglu_forward_quantized needs gate_up (r, 2h), two halves, got 7 columns"):
-        swiglu_forward_quantized(torch.zeros(2, 7), None, None, FP8_ROWWISE)
+        swiglu_forward_quantized(torch.zeros(2, 7), None, None, ROWWISE)

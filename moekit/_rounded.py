@@ -1,0 +1,207 @@
+"""Weights rounded for a policy, once for as long as they stay as they are.
+
+Axes: E experts, K and N a matrix's dims, b scales.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from tensordict import TensorDict
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from moekit._policy import BF16, Precision
+from moekit.kernels.quantize import Format, Quantized, quantize
+from moekit.tree import check_not_hollow, held, map_named, named, nested, on_mesh
+
+Operand = Tensor | Quantized
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A policy, and what has been rounded for it already; ``precision=`` of the functions that compute.
+
+    Attributes
+    ----------
+    policy : Precision
+    weights : TensorDict, optional
+        Under the names of the parameters, ``forward`` and ``input_grad`` of those that are rounded, each
+        ``values`` and ``scales``; ``None``: they are rounded in each call.
+    tokens : Quantized, optional
+        What comes in, where whoever made it has rounded it.
+    """
+
+    policy: Precision = BF16
+    weights: Mapping[str, Any] | None = None
+    tokens: Quantized | None = None
+
+    @classmethod
+    def of(cls, precision: "Precision | Rounded") -> "Rounded":
+        """Return either as this."""
+        return precision if isinstance(precision, Rounded) else cls(precision)
+
+    def part(self, name: str, tokens: Quantized | None = None) -> "Rounded":
+        """Return that of a part of the parameters."""
+        weights = None if self.weights is None else self.weights.get(name, {})
+        return Rounded(self.policy, weights, tokens)
+
+
+class Weights(NamedTuple):
+    """A matrix, or one of each expert, (*E, K, N), as the two products with it read it."""
+
+    forward: Operand  # rounded (*E, N, K)
+    input_grad: Operand  # rounded (*E, K, N), else transposed
+
+    @classmethod
+    def of(
+        cls, who: str, name: str, w: Tensor, low: Rounded, forward: Format | None, input_grad: Format | None
+    ) -> "Weights":
+        """Return what has been rounded of ``w`` to these formats, here if nowhere else, and views for None.
+
+        Raises
+        ------
+        ValueError
+            Where it has been rounded to other formats, or has no values and is read.
+        """
+        mine = None if low.weights is None else low.weights.get(name, {})
+
+        def operand(product: str, view: Tensor, form: Format | None) -> Operand:
+            if form is None:
+                check_not_hollow(who, **{name: w})
+                return view.mT
+            if mine is None:
+                return quantize(view.contiguous(), form)
+            q = Quantized(**mine[product]) if product in mine.keys() else None
+            if q is None or not q.matches(form, view.shape):
+                got = (
+                    "nothing" if q is None else f"{q.values.dtype} {tuple(q.values.shape)}, {q.scales.dtype}"
+                )
+                raise ValueError(
+                    f"{who} needs {name} {tuple(view.shape)} rounded to {form} for {product}, got {got}; "
+                    "pass precision=round_weights(weights, policy), of the same weights"
+                )
+            return q
+
+        if mine is None:
+            check_not_hollow(who, **{name: w})
+        w = w.detach()
+        return cls(operand("forward", w.mT, forward), operand("input_grad", w, input_grad))
+
+    def of_one_expert(self) -> "Weights":
+        """Return a matrix as those of one expert."""
+        return Weights(*(Quantized(*(part[None] for part in x)) for x in self if isinstance(x, Quantized)))
+
+
+def round_weights(params: TensorDict, policy: Precision) -> Rounded:
+    """Round all matrices that a policy rounds, for as long as they stay as they are: once a step.
+
+    Of parameters, or of the float32 masters of :func:`moekit.shard_optimizer`: what other ranks hold of a
+    matrix then comes in eight bits, for both products as many bytes as in bfloat16. Not differentiable, nor
+    need it be: gradients go to the parameters. Collective over the axes that shard a matrix, but not its
+    experts; a few collectives a matrix, waited for.
+
+    Returns
+    -------
+    Rounded
+        This rank's, for ``precision=`` of :func:`moekit.next_token_loss` and what it calls.
+
+    Raises
+    ------
+    ValueError
+        For hollow parameters, and widths that are not whole blocks.
+    """
+    rounded = {
+        name: round_matrix(w, *_forms_of(policy, role))
+        for name, w in named(params).items()
+        if (role := _role_of(name)) and any(_forms_of(policy, role))
+    }
+    return Rounded(policy, nested(rounded))
+
+
+def hollow(params: TensorDict, policy: Precision) -> TensorDict:
+    """Return parameters in which those that a policy rounds for both their products have no memory.
+
+    They keep shape, dtype and placement, get gradients, and read as NaN: the products need
+    ``precision=round_weights(masters, policy)``. :func:`moekit.shard_optimizer` leaves them alone, once it
+    has made its masters, and a checkpoint leaves them out.
+    """
+
+    def empty(name: str, w: Tensor) -> Tensor:
+        role = _role_of(name)
+        if role is None or not all(_forms_of(policy, role)):
+            return w
+        return on_mesh(held(w).new_full((), torch.nan).expand(held(w).shape), like=w)
+
+    return map_named(empty, params)
+
+
+def _role_of(name: str) -> str | None:
+    """Return the role of a parameter's products, of its dotted name."""
+    *path, leaf = name.split(".")
+    if leaf in ("qkv", "out"):
+        return "attention_projections"
+    if leaf in ("gate_up", "down"):
+        return "experts" if path[-1] == "experts" else "feed_forward"
+    return None
+
+
+def _forms_of(policy: Precision, role: str) -> tuple[Format | None, Format | None]:
+    if role == "experts":
+        return policy.form("experts_forward"), policy.form("experts_input_grad")
+    return policy.form(role), policy.form(role)
+
+
+@torch.no_grad()
+def round_matrix(w: Float[Tensor, "*E K N"], forward: Format | None, input_grad: Format | None) -> TensorDict:
+    """Round a matrix, or one of each expert, for its products: ``forward`` and ``input_grad`` where they are.
+
+    The product sums over K and its input's gradient over N, so there is one of each. Collective where the
+    matrix is sharded, as :func:`round_weights` is.
+
+    Returns
+    -------
+    TensorDict
+        Of either, ``values`` and ``scales``: of one with experts (E, N, K) and (E, N, b), or (E, K, N) and
+        (E, K, b).
+    """
+    of = {"forward": (w.mT, forward), "input_grad": (w, input_grad)}
+    return TensorDict({name: _round(x, form)._asdict() for name, (x, form) in of.items() if form is not None})
+
+
+def _round(w: Tensor, form: Format) -> Quantized:
+    """Round along the last dim; of a matrix that ranks share, the whole comes back, in eight bits."""
+    check_not_hollow("round_weights", weights=w)
+    local = held(w).contiguous()
+    if not isinstance(w, DTensor):
+        return quantize(local, form)
+    mesh, placements = w.device_mesh, w.placements
+    rows, summed = ([p.is_shard(dim) for p in placements] for dim in (w.ndim - 2, w.ndim - 1))
+    if not any(rows + summed):
+        return quantize(local, form)
+    to = [Replicate() if a or b else p for p, a, b in zip(placements, rows, summed, strict=True)]
+
+    def whole(x: Tensor, last: int, of=placements, to=to) -> Tensor:
+        stride = torch.empty(*w.shape[:-1], last, device="meta").stride()
+        sent = x.view(torch.uint8) if x.element_size() == 1 else x  # bytes, which any backend sends
+        shape = torch.Size((*w.shape[:-1], last))
+        part = DTensor.from_local(sent, mesh, of, run_check=False, shape=shape, stride=stride)
+        return held(part.redistribute(placements=to)).view(x.dtype)
+
+    if not any(summed):
+        q = quantize(local, form)
+        return Quantized(whole(q.values, w.shape[-1]), whole(q.scales, q.scales.shape[-1]))
+    if form.block is None:
+        of_rows = [Partial("max") if s else p for p, s in zip(placements, summed, strict=True)]
+        of_all = [Replicate() if s else p for p, s in zip(placements, summed, strict=True)]
+        largest = whole(local.abs().amax(-1, keepdim=True), 1, of_rows, of_all)
+        q = quantize(local, form, largest=largest)
+        return Quantized(whole(q.values, w.shape[-1]), whole(q.scales, 1, of_all))
+    n = math.prod(mesh.size(i) for i, s in enumerate(summed) if s)
+    if -(-w.shape[-1] // n) % form.block:  # ranks share blocks, so what they hold comes as it is
+        return quantize(whole(local, w.shape[-1]), form)
+    q = quantize(local, form)
+    return Quantized(whole(q.values, w.shape[-1]), whole(q.scales, form.n_scales(w.shape[-1])))
