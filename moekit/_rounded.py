@@ -68,32 +68,34 @@ class Weights(NamedTuple):
             Where it has been rounded to other formats, or has no values and is read.
         """
         mine = None if low.weights is None else low.weights.get(name, {})
-
-        def operand(product: str, view: Tensor, form: Format | None) -> Operand:
-            if form is None:
-                check_not_hollow(who, **{name: w})
-                return view.mT
-            if mine is None:
-                return quantize(view.contiguous(), form)
-            q = Quantized(**mine[product]) if product in mine.keys() else None
-            if q is None or not q.matches(form, view.shape):
-                got = (
-                    "nothing" if q is None else f"{q.values.dtype} {tuple(q.values.shape)}, {q.scales.dtype}"
-                )
-                raise ValueError(
-                    f"{who} needs {name} {tuple(view.shape)} rounded to {form} for {product}, got {got}; "
-                    "pass precision=round_weights(weights, policy), of the same weights"
-                )
-            return q
-
-        if mine is None:
+        if mine is None or forward is None or input_grad is None:
             check_not_hollow(who, **{name: w})
         w = w.detach()
-        return cls(operand("forward", w.mT, forward), operand("input_grad", w, input_grad))
+        return cls(
+            _operand(who, f"{name} for the product", w.mT, forward, mine, "forward"),
+            _operand(who, f"{name} for its input's gradient", w, input_grad, mine, "input_grad"),
+        )
 
     def of_one_expert(self) -> "Weights":
         """Return a matrix as those of one expert."""
         return Weights(*(Quantized(*(part[None] for part in x)) for x in self if isinstance(x, Quantized)))
+
+
+def _operand(
+    who: str, what: str, view: Tensor, form: Format | None, mine: Mapping[str, Any] | None, product: str
+) -> Operand:
+    if form is None:
+        return view.mT
+    if mine is None:
+        return quantize(view.contiguous(), form)
+    q = Quantized(**mine[product]) if product in mine.keys() else None
+    if q is None or not q.matches(form, view.shape):
+        got = "nothing" if q is None else f"{q.values.dtype} {tuple(q.values.shape)}, {q.scales.dtype}"
+        raise ValueError(
+            f"{who} needs {what}, {tuple(view.shape)}, rounded to {form}, got {got}; "
+            "pass precision=round_weights(weights, policy), of the same weights"
+        )
+    return q
 
 
 def round_weights(params: TensorDict, policy: Precision) -> Rounded:

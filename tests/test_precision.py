@@ -405,15 +405,15 @@ def test_rounded_weights_are_kept_in_the_memory_of_bfloat16(params):
 
 def test_weights_of_another_policy_or_none_are_refused(params):
     other = Rounded(FP8, round_weights(params, MXFP8).weights)
-    with refuses(
-        "rounded to Format(elements=torch.float8_e4m3fn, block=None, rounding=None) for forward, got"
-    ):
+    with refuses("rounded to Format(elements=torch.float8_e4m3fn, block=None, rounding=None), got torch.f"):
         loss_and_grads(params, other)
     forward = round_weights(params, Precision(experts_forward="fp8_rowwise", emulate=True))
     both = Precision(experts_forward="fp8_rowwise", experts_input_grad="fp8_rowwise", emulate=True)
-    with refuses("for input_grad, got nothing; pass precision=round_weights(weights, policy)"):
+    with refuses("gate_up for its input's gradient, (8, 64, 128), rounded to Format("):
         loss_and_grads(params, Rounded(both, forward.weights))
-    with refuses("attention needs qkv (96, 64) rounded to"):  # a part that has none is not rounded here
+    with refuses(
+        "attention needs qkv for the product, (96, 64), rounded to"
+    ):  # a part that has none is not rounded here
         loss_and_grads(params, Rounded(FP8, forward.weights))
     for policy in (BF16, FP8):
         with refuses("got a hollow one"):
