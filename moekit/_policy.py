@@ -107,17 +107,16 @@ class Precision:
             raise ValueError(
                 f"Precision needs roles that the model has, got {', '.join(nothing)}; leave them out"
             )
-        heads = config.n_heads * config.d_head
-        attention = dict(
-            d_model=config.d_model, heads=heads, qkv=heads + 2 * config.n_kv_heads * config.d_head
-        )
+        d, heads = config.d_model, config.n_heads * config.d_head
         widths = {
-            "attention_projections": attention,
-            "feed_forward": dict(d_model=config.d_model, d_shared=config.d_shared),
-            **dict.fromkeys(EXPERTS, dict(d_model=config.d_model, d_expert=config.d_expert)),
+            "attention_projections": dict(
+                d_model=d, heads=heads, qkv=heads + 2 * config.n_kv_heads * config.d_head
+            ),
+            "feed_forward": dict(
+                d_model=d, d_shared=config.d_shared, d_dense=config.d_dense if config.n_dense_layers else 0
+            ),
+            **{role: dict(d_model=d, d_expert=config.d_expert) for role in EXPERTS},
         }
-        if config.n_dense_layers:
-            widths["feed_forward"]["d_dense"] = config.d_dense
         for role, sizes in widths.items():
             form = self.form(role)
             step = None if form is None else form.block or 16  # as the units for it need
