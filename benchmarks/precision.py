@@ -187,7 +187,7 @@ def step(cfg: Config, policies: Policies) -> list[Result]:
         low = replace(rounded(weights_alone), policy=policies[name])
         used = precision.hollow(params, policies[name]) if name == HOLLOW else params
         lost = decibels(by_group(grad_fn(used, batch, precision=low)[1], want))
-        held = held_bytes(used, TensorDict(low.weights or {}))
+        held = held_bytes(used, TensorDict(low.weights if low.weights is not None else {}))
         return our_gradients(loss, used, batch, precision=low), dict(held_bytes=held, sqnr_db=lost)
 
     n_tokens = cfg.batch_size * cfg.seq_len
@@ -212,7 +212,7 @@ def layer(cfg: Config, policies: Policies, *, text: str) -> list[Result]:
         low = precision.Rounded(precision.BF16 if name == BF16 else policies[name])
         if name not in (BF16, IN_THE_CALL):
             low = replace(low, weights=rounded().weights)
-        held = held_bytes(TensorDict(weights), TensorDict(low.weights or {}))
+        held = held_bytes(TensorDict(weights), TensorDict(low.weights if low.weights is not None else {}))
         return (lambda x: mk.moe(params, x, top_k=cfg.top_k, precision=low)[0], list(weights.values())), held
 
     def torchaos() -> tuple[peers.Layer, int]:

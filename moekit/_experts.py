@@ -7,16 +7,15 @@ import torch
 from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from moekit._low_experts import LowExperts, LowProducts
+from moekit._expert_passes import ExpertProducts, Experts
 from moekit._policy import BF16, Precision
 from moekit._rounded import Rounded, Weights
 from moekit._rowwise import rowwise
-from moekit.kernels import Products, aligned, choose_products, forget_saved, is_asked_for
-from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
+from moekit.kernels import Products, aligned, choose_products
+from moekit.kernels.grouped_mm import grouped_mm
 from moekit.kernels.permute import Arrived, OneRank
-from moekit.kernels.swiglu import swiglu, swiglu_backward, swiglu_forward
+from moekit.kernels.swiglu import swiglu
 from moekit.mesh import local
 from moekit.tree import check_names, check_not_hollow, check_values, held, is_hollow
 
@@ -79,15 +78,13 @@ def expert_forward(
         check_values((ends.diff() >= 0).all(), "expert_forward", needs, offsets.tolist)
     products = choose_products("expert_forward", kernels, len(rows), gate_up)
     low = Rounded.of(precision)
-    if plan := LowProducts.of("expert_forward", low.policy, "experts", products, rows):
-        args, exchange = (rows, None, experts, gate_up, down, offsets), Arrived(products.elementwise)
-        return _low_experts("expert_forward", plan, low, exchange, grad_into, *args)
-    check_not_hollow("expert_forward", gate_up=gate_up, down=down)
+    plan = ExpertProducts.of("expert_forward", low.policy, "experts", products, rows)
     # Torch's products of other dtypes have no fake form, and that of ours is not differentiable.
     traced = torch.compiler.is_compiling() and products.forward == "torch" and rows.dtype != torch.bfloat16
-    if products.elementwise == "triton" or grad_into is not None or traced:
-        into, gate_up, down = _buffers(grad_into, experts, gate_up, down)
-        return _Experts.apply(rows, None, gate_up, down, offsets, None, None, products, into, None)
+    if plan.rounds or products.elementwise == "triton" or grad_into is not None or traced:
+        args = (rows, None, experts, gate_up, down, offsets)
+        return _run("expert_forward", plan, low, Arrived(products.elementwise), grad_into, *args)
+    check_not_hollow("expert_forward", gate_up=gate_up, down=down)
     hidden = swiglu(grouped_mm(rows, gate_up, offsets, kernels=products.forward))
     out = grouped_mm(hidden, down, offsets, kernels=products.forward)
     return out if products.forward == "loop" else _ContiguousGrad.apply(out)
@@ -115,17 +112,14 @@ def experts_over_tokens(
     """
     gate_up, down = _weights(experts, x, offsets)
     low = Rounded.of(precision)
-    if plan := LowProducts.of("moe", low.policy, "experts", products, x):
-        args = (x, weights, experts, gate_up, down, offsets, places, base)
-        return _low_experts("moe", plan, low, exchange, grad_into, *args)
-    check_not_hollow("moe", gate_up=gate_up, down=down)
-    into, gate_up, down = _buffers(grad_into, experts, gate_up, down)
-    return _Experts.apply(x, weights, gate_up, down, offsets, places, base, products, into, exchange)
+    plan = ExpertProducts.of("moe", low.policy, "experts", products, x)
+    args = (x, weights, experts, gate_up, down, offsets, places, base)
+    return _run("moe", plan, low, exchange, grad_into, *args)
 
 
-def _low_experts(
+def _run(
     who: str,
-    plan: LowProducts,
+    plan: ExpertProducts,
     low: Rounded,
     exchange: Any,
     grad_into: Any,
@@ -144,7 +138,7 @@ def _low_experts(
         for name, w in (("gate_up", gate_up), ("down", down))
     ]
     args = (x, weights, gate_up, down, offsets, places, base, rounded, None, plan, into)
-    return LowExperts.apply(*args, exchange)
+    return Experts.apply(*args, exchange)
 
 
 def _weights(experts: Mapping[str, Tensor], rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,66 +204,6 @@ def _buffers(
             )
         buffers.append(buffer)
     return tuple(buffers), gate_up.view_as(gate_up), down.view_as(down)
-
-
-class _Experts(torch.autograd.Function):
-    """The experts over rows, or over tokens whose rows ``exchange`` sends and fetches."""
-
-    gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
-
-    @staticmethod
-    def forward(ctx, x, weights, gate_up, down, offsets, places, base, products, into, exchange):
-        kind = products.elementwise
-        rows, by_row = x, None
-        if exchange is not None:
-            rows, _, by_row = exchange.send(x, places, weights, ends=offsets)
-        projected = grouped_mm(rows, gate_up, offsets, kernels=products.forward)
-        del rows
-        hidden = swiglu_forward(projected, by_row, offsets, kernels=kind)
-        out = None if exchange is None else exchange.outgoing()
-        out = grouped_mm(hidden, down, offsets, out=out, kernels=products.forward)
-        ctx.save_for_backward(x, by_row, gate_up, down, offsets, places, projected)
-        ctx.products, ctx.into, ctx.exchange = products, into, exchange
-        return out if exchange is None else exchange.fetch(out, places, base=base)[0]
-
-    @staticmethod
-    @once_differentiable  # what it keeps of the forward has no graph
-    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, by_row, gate_up, down, offsets, places, projected = ctx.saved_tensors
-        may_overwrite, exchange = forget_saved(ctx), ctx.exchange
-        _, input_grad, weight_grad, kind = ctx.products
-        into_gate_up, into_down = ctx.into
-        needs_x, _, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
-        at = 1 if by_row is None else 2  # of gate_up among the tensors that came
-        needs_gate_up = needs_gate_up and (into_gate_up is None or is_asked_for(ctx, at))
-        needs_down = needs_down and (into_down is None or is_asked_for(ctx, at + 1))
-        together = isinstance(exchange, rowwise)  # ranks send and fetch alike, whatever each of them needs
-        grad_base = grad if ctx.needs_input_grad[6] else None
-        grad = grad.contiguous() if exchange is None else exchange.send(grad, places, tokens=False)[0]
-        grad_hidden = grouped_mm(grad, down.mT, offsets, kernels=input_grad)
-        grad_projected, hidden, grad_by_row = swiglu_backward(
-            grad_hidden, projected, by_row, offsets, in_place=may_overwrite, kernels=kind
-        )
-        del grad_hidden, projected
-        grad_down = grad_gate_up = grad_x = grad_weights = None
-        if needs_down:
-            grad_down = grouped_weight_grad(hidden, grad, offsets, into=into_down, kernels=weight_grad)
-        del hidden, grad
-        if needs_gate_up or together:
-            rows = x if exchange is None else exchange.send(x, places, ends=offsets)[0]
-            assert rows is not None  # it is asked for
-            if needs_gate_up:
-                grad_gate_up = grouped_weight_grad(
-                    rows, grad_projected, offsets, into=into_gate_up, kernels=weight_grad
-                )
-            del rows
-        if needs_x or together:
-            out = None if exchange is None else exchange.outgoing()
-            grad_x = grouped_mm(grad_projected, gate_up.mT, offsets, out=out, kernels=input_grad)
-        del grad_projected
-        if exchange is not None:
-            grad_x, grad_weights = exchange.fetch(grad_x, places, each=grad_by_row)
-        return grad_x, grad_weights, grad_gate_up, grad_down, *[None] * 2, grad_base, *[None] * 3
 
 
 class _ContiguousGrad(torch.autograd.Function):

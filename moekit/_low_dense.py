@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moekit._low_experts import LowExperts, LowProducts
+from moekit._expert_passes import ExpertProducts, Experts
 from moekit._rounded import Rounded, Weights
 from moekit.kernels import Products
 from moekit.kernels.permute import Arrived
@@ -27,11 +27,10 @@ def linear(
     kernels: str,
 ) -> Float[Tensor, "*n N"]:
     """Return ``x @ w``, of operands in the format that a policy has for this role. Differentiable, once."""
-    plan = LowProducts.of(who, low.policy, role, _dense(kernels), x)
-    if plan is None:
+    plan = ExpertProducts.of(who, low.policy, role, _dense(kernels), x)
+    if plan.forward is None:
         check_not_hollow(who, **{name: w})
         return x @ w
-    assert plan.forward is not None
     rows = x.reshape(-1, x.shape[-1])
     weights = Weights.of(who, name, w, low, plan.forward, plan.input_grad)
     tokens = rounded_tokens(who, low, x, plan.forward)
@@ -80,10 +79,9 @@ def low_feed_forward(
 ) -> Float[Tensor, "*n d"] | None:
     """Return ``swiglu(x @ gate_up) @ down``, of one expert with all tokens; None for a wide policy."""
     who = "feed_forward"
-    plan = LowProducts.of(who, low.policy, who, _dense(kernels), x)
-    if plan is None:
+    plan = ExpertProducts.of(who, low.policy, who, _dense(kernels), x)
+    if plan.forward is None:
         return None
-    assert plan.forward is not None
     rows = x.reshape(-1, x.shape[-1])
     weights = [
         Weights.of(who, name, w, low, plan.forward, plan.input_grad).of_one_expert()
@@ -91,7 +89,7 @@ def low_feed_forward(
     ]
     tokens = rounded_tokens(who, low, x, plan.forward)
     args = (rows, None, gate_up[None], down[None], _all_rows(rows), None, None, weights, tokens, plan)
-    return LowExperts.apply(*args, (None, None), Arrived(kernels)).view(x.shape)
+    return Experts.apply(*args, (None, None), Arrived(kernels)).view(x.shape)
 
 
 def rounded_tokens(who: str, low: Rounded, x: Tensor, form: Format) -> Quantized | None:

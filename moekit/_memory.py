@@ -272,7 +272,7 @@ class _Layer(NamedTuple):
 class _Walk:
     """What the forward of a stage keeps for one micro-batch, and the moments of its backward.
 
-    As the autograd functions of CUDA do: ``_Experts``, ``_FeedForward``, ``_AttentionOfQKV``, ``_RMSNorm``,
+    As the autograd functions of CUDA do: ``Experts``, ``_FeedForward``, ``_AttentionOfQKV``, ``_RMSNorm``,
     ``_CrossEntropy``.
     """
 

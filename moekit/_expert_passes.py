@@ -1,8 +1,7 @@
-"""The experts with products of eight-bit numbers.
+"""The experts' passes, forward and backward, in the tensors' dtype or with operands of eight bits.
 
-The passes of :mod:`moekit._experts`, in the same order. What a product reads is rounded where it is made:
-rows on their way into expert order, hidden rows and their gradients in SwiGLU's passes. Weights come rounded,
-for either product with them.
+What a product reads in eight bits is rounded where it is made: rows on their way into expert order, hidden
+rows and their gradients in SwiGLU's passes. Weights come rounded, for either product with them.
 """
 
 from typing import NamedTuple
@@ -22,7 +21,7 @@ from moekit.kernels.swiglu import swiglu_backward, swiglu_forward
 from moekit.kernels.swiglu_quantized import swiglu_backward_quantized, swiglu_forward_quantized
 
 
-class LowProducts(NamedTuple):
+class ExpertProducts(NamedTuple):
     """Formats of a layer's operands, ``None`` for the tensors' own dtype, and who multiplies."""
 
     forward: Format | None
@@ -32,12 +31,16 @@ class LowProducts(NamedTuple):
     plain: Products  # products of the tensors' dtype, and the passes around all
 
     @classmethod
-    def of(cls, who: str, policy: Precision, role: str, plain: Products, x: Tensor) -> "LowProducts | None":
-        """Return those of ``"experts"``, or of a dense role; None where a policy rounds nothing there."""
+    def of(cls, who: str, policy: Precision, role: str, plain: Products, x: Tensor) -> "ExpertProducts":
+        """Return what a policy says of ``"experts"``, or of a dense role."""
         roles = EXPERTS if role == "experts" else (role, role, "dense_weight_grad")
         forward, input_grad, weight_grad = (form_on(who, policy, name, x) for name in roles)
-        low = cls(forward, input_grad, weight_grad, policy.form("saved_activations"), plain)
-        return low if forward or (role == "experts" and any(low[:-1])) else None
+        return cls(forward, input_grad, weight_grad, policy.form("saved_activations"), plain)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether anything is rounded."""
+        return any(self[:-1])
 
     @property
     def scaled(self) -> str:
@@ -69,9 +72,10 @@ class LowProducts(NamedTuple):
         return grouped_weight_grad(rows, grad, offsets, into=into, kernels=self.plain.weight_grad)
 
 
-class LowExperts(torch.autograd.Function):
-    """As ``_Experts`` of :mod:`moekit._experts`, with gate_up and down rounded, too; they get gradients.
+class Experts(torch.autograd.Function):
+    """The experts over rows, or over tokens whose rows ``exchange`` sends and fetches.
 
+    gate_up and down get the gradients; products read ``rounded``, which are these where nothing is rounded.
     ``tokens`` are ``x`` in the format, where rows have arrived and whoever made them has rounded them.
     """
 
