@@ -27,6 +27,7 @@ def linear(
     kernels: str,
 ) -> Float[Tensor, "*n N"]:
     """Return ``x @ w``, of operands in the format that a policy has for this role. Differentiable, once."""
+    _check(who, x, **{name: w})
     plan = ExpertProducts.of(who, low.policy, role, _dense(kernels), x)
     if plan.forward is None:
         check_not_hollow(who, **{name: w})
@@ -79,6 +80,7 @@ def low_feed_forward(
 ) -> Float[Tensor, "*n d"] | None:
     """Return ``swiglu(x @ gate_up) @ down``, of one expert with all tokens; None for a wide policy."""
     who = "feed_forward"
+    _check(who, x, gate_up=gate_up)
     plan = ExpertProducts.of(who, low.policy, who, _dense(kernels), x)
     if plan.forward is None:
         return None
@@ -90,6 +92,18 @@ def low_feed_forward(
     tokens = rounded_tokens(who, low, x, plan.forward)
     args = (rows, None, gate_up[None], down[None], _all_rows(rows), None, None, weights, tokens, plan)
     return Experts.apply(*args, (None, None), Arrived(kernels)).view(x.shape)
+
+
+def _check(who: str, x: Tensor, **weights: Tensor) -> None:
+    """Raise ``ValueError`` for tokens of another width or dtype than weights take; autocast converts them."""
+    for name, w in weights.items():
+        if x.shape[-1:] != w.shape[:1]:
+            raise ValueError(
+                f"{who} needs x (*n, {w.shape[0]}) for {name} {tuple(w.shape)}, got {tuple(x.shape)}"
+            )
+        device = "cpu" if x.is_meta else x.device.type
+        if x.dtype != w.dtype and not torch.is_autocast_enabled(device):
+            raise ValueError(f"{who} needs one dtype, got x {x.dtype} and {name} {w.dtype}")
 
 
 def rounded_tokens(who: str, low: Rounded, x: Tensor, form: Format) -> Quantized | None:

@@ -196,7 +196,7 @@ def preset(name: str, **changes: Any) -> Precision:
     ValueError
         For a name that is not there.
     """
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(f"preset needs a name of {', '.join(map(repr, PRESETS))}, got {name!r}")
     return replace(PRESETS[name], **changes)
 

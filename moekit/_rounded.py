@@ -21,7 +21,7 @@ from moekit.tree import check_not_hollow, held, map_named, named, nested, on_mes
 Operand = Tensor | Quantized
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rounded:
     """A policy, and what has been rounded for it already; ``precision=`` of the functions that compute.
 
@@ -41,7 +41,17 @@ class Rounded:
 
     @classmethod
     def of(cls, precision: "Precision | Rounded") -> "Rounded":
-        """Return either as this."""
+        """Return either as this.
+
+        Raises
+        ------
+        TypeError
+            For anything else.
+        """
+        if not isinstance(precision, Precision | Rounded):
+            raise TypeError(
+                f"precision needs a Precision or Rounded, got {precision!r}; pass moekit.precision.preset()"
+            )
         return precision if isinstance(precision, Rounded) else cls(precision)
 
     def part(self, name: str, tokens: Quantized | None = None) -> "Rounded":
@@ -98,7 +108,7 @@ def _operand(
     return q
 
 
-def round_weights(params: TensorDict, policy: Precision) -> Rounded:
+def round_weights(params: TensorDict, policy: Precision | Rounded) -> Rounded:
     """Round all matrices that a policy rounds, for as long as they stay as they are: once a step.
 
     Of parameters, or of the float32 masters of :func:`moekit.shard_optimizer`: what other ranks hold of a
@@ -116,24 +126,27 @@ def round_weights(params: TensorDict, policy: Precision) -> Rounded:
     ValueError
         For hollow parameters, and widths that are not whole blocks.
     """
+    policy = Rounded.of(policy).policy
     rounded = {
         name: round_matrix(w, *_forms_of(policy, role))
         for name, w in named(params).items()
-        if (role := _role_of(name)) and any(_forms_of(policy, role))
+        if (role := _role_of(name, w)) and any(_forms_of(policy, role))
     }
     return Rounded(policy, nested(rounded))
 
 
-def hollow(params: TensorDict, policy: Precision) -> TensorDict:
+def hollow(params: TensorDict, policy: Precision | Rounded) -> TensorDict:
     """Return parameters in which those that a policy rounds for both their products have no memory.
 
     They keep shape, dtype and placement, get gradients, and read as NaN: the products need
     ``precision=round_weights(masters, policy)``. :func:`moekit.shard_optimizer` leaves them alone, once it
-    has made its masters, and a checkpoint leaves them out.
+    has made its masters, and a checkpoint leaves them out. A copy (``clone``, ``to``) has memory again, all
+    of it NaN.
     """
+    policy = Rounded.of(policy).policy
 
     def empty(name: str, w: Tensor) -> Tensor:
-        role = _role_of(name)
+        role = _role_of(name, w)
         if role is None or not all(_forms_of(policy, role)):
             return w
         return on_mesh(held(w).new_full((), torch.nan).expand(held(w).shape), like=w)
@@ -141,13 +154,13 @@ def hollow(params: TensorDict, policy: Precision) -> TensorDict:
     return map_named(empty, params)
 
 
-def _role_of(name: str) -> str | None:
-    """Return the role of a parameter's products, of its dotted name."""
-    *path, leaf = name.split(".")
+def _role_of(name: str, w: Tensor) -> str | None:
+    """Return the role of a parameter's products: experts have a matrix each."""
+    leaf = name.rpartition(".")[2]
     if leaf in ("qkv", "out"):
         return "attention_projections"
     if leaf in ("gate_up", "down"):
-        return "experts" if path[-1] == "experts" else "feed_forward"
+        return "experts" if w.ndim == 3 else "feed_forward"
     return None
 
 
@@ -199,7 +212,9 @@ def _round(w: Tensor, form: Format) -> Quantized:
     if form.block is None:
         of_rows = [Partial("max") if s else p for p, s in zip(placements, summed, strict=True)]
         of_all = [Replicate() if s else p for p, s in zip(placements, summed, strict=True)]
-        largest = whole(local.abs().amax(-1, keepdim=True), 1, of_rows, of_all)
+        # A rank may have none of a row's numbers; and a maximum over ranks may lose NaN, not infinity.
+        mine = local.abs().amax(-1, keepdim=True) if local.numel() else local.new_zeros(*local.shape[:-1], 1)
+        largest = whole(mine.nan_to_num(torch.inf, torch.inf), 1, of_rows, of_all)
         q = quantize(local, form, largest=largest)
         return Quantized(whole(q.values, w.shape[-1]), whole(q.scales, 1, of_all))
     n = math.prod(mesh.size(i) for i, s in enumerate(summed) if s)

@@ -75,7 +75,7 @@ def save(path: str | os.PathLike, tree: Tree, *, config: Any = None, mesh: Devic
             raise ValueError(f"save needs a new folder, but {path} exists; choose another path or delete it")
         leaves = _union(found)
         manifest["config"] = _plain(config)
-        manifest["hollow"] = [n for n, leaf in leaves.items() if "hollow" in leaf]
+        manifest["hollow"] = {n: leaf["hollow"] for n, leaf in leaves.items() if "hollow" in leaf}
         manifest["values"] = {n: json.loads(leaf["value"]) for n, leaf in leaves.items() if "value" in leaf}
         manifest["tensors"] = {
             n: {"shape": leaf["shape"], "dtype": leaf["dtype"]}
@@ -445,7 +445,7 @@ def _describe(tree: Tree, only: Collection[str] | None, mesh: DeviceMesh | None,
         if name in leaves:
             faults.append(f"{name}: there twice")
         if isinstance(leaf, Tensor) and _is_empty(leaf):
-            leaves[name] = {"hollow": True}
+            leaves[name] = {"hollow": list(leaf.shape)}
             return
         if isinstance(leaf, Tensor):
             leaves[name] = {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}
@@ -503,10 +503,13 @@ def _misfits(manifest: dict, wanted: Leaves, only: Collection[str] | None, cast:
     for prefix in only or ():
         if not any(_within(name, [prefix]) for name in {**saved, **wanted}):
             yield f"{prefix}: asked for by only=, and nowhere"
+    hollow = manifest.get("hollow", {})
     for name in {**wanted, **saved}:
         if "hollow" in wanted.get(name, ()):
-            continue
-        if name in manifest.get("hollow", ()):
+            mine, theirs = wanted[name]["hollow"], saved.get(name, {}).get("shape", hollow.get(name))
+            if mine != theirs:
+                yield f"{name}: {theirs or 'missing'} in the checkpoint, a hollow {mine} in the tree"
+        elif name in hollow and _within(name, only):
             yield (
                 f"{name}: hollow in the checkpoint, of a run that had it in eight bits alone; read the rest "
                 "(only=) and make it from its master"

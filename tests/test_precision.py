@@ -436,6 +436,37 @@ def test_a_model_takes_each_role_alone_with_weights_that_have_been_rounded(role,
     assert 5 < decibels([grads[n] for n in want], want.values()) < 50
 
 
+def test_what_is_no_policy_and_tokens_that_do_not_fit_are_named(params, unchecked):
+    for given in ("mxfp8", None):
+        with pytest.raises(TypeError, match="precision needs a Precision or Rounded, got"):
+            loss_and_grads(params, given)
+    ffn = params["layers", "0", "ffn"]
+    for policy in (BF16, FP8):
+        with refuses("feed_forward needs x (*n, 64) for gate_up (64, 640), got (2, 32)"):
+            mk.model.feed_forward(ffn, torch.zeros(2, 32), precision=policy)
+        with refuses("feed_forward needs one dtype, got x torch.int64 and gate_up torch.float32"):
+            mk.model.feed_forward(ffn, torch.zeros(2, 64, dtype=torch.long), precision=policy)
+    with refuses("preset needs a name of"):
+        preset(["mxfp8"])
+    if not torch.cuda.is_available():
+        assert "REFUSED: there is no CUDA device to ask" in precision.FP8_ROWWISE.describe("cuda")
+
+
+def test_weights_of_experts_alone_are_rounded_too(params):
+    experts, x = params["layers", "1", "moe", "experts"], draw(9, 64, dtype=torch.float32)
+    ends = torch.tensor([3, 3, 4, 5, 6, 7, 8, 9], dtype=torch.int32)
+    low = round_weights(experts, FP8)
+    assert torch.equal(
+        mk.expert_forward(experts, x, ends, precision=low), mk.expert_forward(experts, x, ends, precision=FP8)
+    )
+    assert not flat(round_weights(params["layers", "0", "ffn"], low).weights).keys() - {
+        f"{name}.{product}.{part}"
+        for name in ("gate_up", "down")
+        for product in ("forward", "input_grad")
+        for part in ("values", "scales")
+    }
+
+
 def train(params, policy, *, steps, is_hollow):
     """Return losses of steps of AdamW, with weights rounded from the masters or from the parameters."""
     optimizer = mk.shard_optimizer(mk.adamw(1e-3))
@@ -472,6 +503,13 @@ def test_a_checkpoint_leaves_hollow_parameters_out_and_either_is_read_into_hollo
     assert all(torch.equal(a, flat(state)[name]) for name, a in flat(read["state"]).items())
     with refuses("params.layers.1.moe.experts.down: hollow in the checkpoint"):
         checkpoint.load(tmp_path / "low", {"params": params.clone(), "state": fresh})
+
+    for other in (
+        hollow(params, FP8).update({"extra": torch.tensor(torch.nan).expand(3)}),
+        {"norm": params["norm"]},
+    ):
+        with refuses("the checkpoint"):
+            checkpoint.load(tmp_path / "low", {"params": other, "state": fresh})
 
     _, whole, state = train(params.clone(), BF16, steps=1, is_hollow=False)
     checkpoint.save(tmp_path / "wide", {"params": whole, "state": state})

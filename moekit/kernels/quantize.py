@@ -110,7 +110,8 @@ def quantize(
 ) -> Quantized:
     """Round to a format along the last dim. Not differentiable.
 
-    A run with a number that is not finite has the scale NaN; one of zeros comes back as zeros.
+    A run with a number that is not finite has the scale NaN; one of zeros comes back as zeros. With scales
+    rounded up to powers of two, what is within a rounding of float32's largest comes back as infinity.
 
     Parameters
     ----------
@@ -126,6 +127,12 @@ def quantize(
     ValueError
         Unless whole blocks make up the last dim.
     """
+    if not x.numel():
+        kind = torch.float32 if form.rounding is None else torch.float8_e8m0fnu
+        none = x.new_ones(*x.shape[:-1], form.n_scales(x.shape[-1]), dtype=torch.float32)
+        return Quantized(
+            x.to(form.elements), none.to(kind) if largest is None else scale_of(largest, form)[0]
+        )
     if largest is None and has_kernel("quantize", form, x, kernels):
         rows = x.reshape(-1, x.shape[-1])
         values, scales = torch.ops.moekit.quantize_rows(rows, end)

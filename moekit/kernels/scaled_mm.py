@@ -132,6 +132,8 @@ def why_emulated(
     if device.type != "cuda":
         return f"a device of type {device.type} has no units for it"
     needs = {ROWWISE: (9, 0), MX: (10, 0), replace(MX, rounding="floor"): (10, 0)}.get(form)
+    if not torch.cuda.is_available():
+        return "there is no CUDA device to ask"
     if needs is None or (over_tokens and form.block is not None):
         return "moekit uses no units for it"
     if dtype != torch.bfloat16:

@@ -11,6 +11,7 @@ from reference import flat
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import moekit as mk
+from moekit.kernels.quantize import Quantized, dequantize
 from moekit.precision import FORMATS, preset, round_matrix, round_weights
 from moekit.testing import check_gradients, ranks
 
@@ -79,6 +80,24 @@ def test_what_ranks_share_of_a_matrix_is_rounded_as_the_whole(n):
             for got, whole in zip(mine[2 * i : 2 * i + 2], (w, w[:, :160]), strict=True):
                 want = flat(round_matrix(whole, form, form))
                 assert all(torch.equal(got[name], x.view(torch.uint8)) for name, x in want.items())
+
+
+def test_ranks_without_a_part_and_numbers_that_are_not_finite_take_part():
+    w = torch.randn(4, 96, generator=torch.Generator().manual_seed(0))
+    w[3, 5] = torch.nan
+    w[1, 7] = torch.inf
+    form = FORMATS["fp8_rowwise"]
+
+    def run():
+        mesh = dist.init_device_mesh("cpu", (3,))  # of four rows the last rank has none
+        q = round_matrix(distribute_tensor(w, mesh, [Shard(0)]), form, form)
+        return {name: dequantize(Quantized(**part)) for name, part in q.items()}
+
+    want = {name: dequantize(Quantized(**part)) for name, part in round_matrix(w, form, form).items()}
+    for mine in ranks(3)(run):
+        for name, x in want.items():
+            torch.testing.assert_close(mine[name], x, rtol=0, atol=0, equal_nan=True)
+            assert x.isnan().any() and x.isfinite().any()
 
 
 def test_weights_come_from_masters_in_eight_bits():
