@@ -1,0 +1,136 @@
+"""The load that ranks wait for, and the load that a balancing loss sees.
+
+``rows`` count the rows of each expert: of m micro-batches, which come one after the other, from s ranks that
+share the experts, in l layers. What is even over all of these can be uneven in each: ranks wait for the
+fullest of them in every micro-batch and layer, while a loss or a metric over the global batch adds first.
+
+All are pure, and read nothing on the host.
+
+Axes: m micro-batches, s source ranks, l layers, E experts, p ranks that hold E / p experts each.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Rows = Int[Tensor, "m s l E"]
+
+
+class Evenness(NamedTuple):
+    """How even a load over k places is."""
+
+    max_over_mean: Float[Tensor, "*n"]  # 1 where all have the same; k where one has all
+    coefficient_of_variation: Float[Tensor, "*n"]  # standard deviation by mean
+    entropy: Float[Tensor, "*n"]  # of the shares, by log k: 1 where all have the same, 0 where one has all
+    n_dead: Int[Tensor, "*n"]  # places without load, where there is any
+
+
+def evenness(load: Tensor) -> Evenness:
+    """Return how even a load is over its last dim, of k places, in float64; no load at all counts as even.
+
+    >>> evenness(torch.tensor([2, 2, 0, 0])).max_over_mean.item()
+    2.0
+    """
+    load = load.double()
+    k, total = load.shape[-1], load.sum(-1)
+    shares = load / total.clamp_min(1e-300)[..., None]
+    shares = shares.where(total[..., None] > 0, 1 / k)
+    entropy = -torch.special.xlogy(shares, shares).sum(-1)
+    return Evenness(
+        max_over_mean=shares.amax(-1) * k,
+        coefficient_of_variation=shares.std(-1, correction=0) * k,
+        entropy=entropy / torch.tensor(float(k)).log() if k > 1 else torch.ones_like(total),
+        n_dead=((load == 0) & (total[..., None] > 0)).sum(-1),
+    )
+
+
+def rank_load(rows: Int[Tensor, "*n E"], n_ranks: int) -> Int[Tensor, "*n p"]:
+    """Return the rows of each rank, of which rank i holds experts [i E / p, (i + 1) E / p).
+
+    Raises
+    ------
+    ValueError
+        Unless ``n_ranks`` divides the number of experts.
+    """
+    n_experts = rows.shape[-1]
+    if n_ranks < 1 or n_experts % n_ranks:
+        raise ValueError(f"rank_load needs n_ranks that divides {n_experts} experts, got {n_ranks}")
+    return rows.unflatten(-1, (n_ranks, n_experts // n_ranks)).sum(-1)
+
+
+def wait(rows: Rows, n_ranks: int) -> Float[Tensor, "m l"]:
+    """Return how many rows the fullest rank has above the mean, in each micro-batch and layer.
+
+    Their sum is what all ranks together wait for in a step, in rows of one rank: the product of a layer is
+    done when its fullest rank is. In seconds: times the FLOPs of a row, by the rate of the products.
+    """
+    load = rank_load(rows.sum(1), n_ranks).double()
+    return load.amax(-1) - load.mean(-1)
+
+
+class Gap(NamedTuple):
+    """What ranks wait for beside what is seen of it, by layer; each 1 where all is even."""
+
+    waited: Float[Tensor, " l"]  # the time of all micro-batches' fullest ranks, by that of even ones
+    seen: Float[Tensor, " l"]  # the fullest rank of the whole step's rows, by the mean
+    loss: Float[Tensor, " l"]  # E times the sum of squared shares, of the population that a loss sees
+
+
+def gerrymandering_gap(
+    rows: Rows, n_ranks: int, *, population: Literal["rank", "micro_batch", "batch"] = "batch"
+) -> Gap:
+    """Return how much of what ranks wait for a step's sums, and a balancing loss, do not show.
+
+    ``waited`` is never below ``seen``: the fullest ranks of parts add up to at least that of the whole. The
+    difference is load that has moved between micro-batches instead of becoming even.
+
+    Parameters
+    ----------
+    rows : Int[Tensor, "m s l E"]
+        Of one step.
+    n_ranks : int
+        Ranks that share the experts.
+    population : {"rank", "micro_batch", "batch"}
+        As for :func:`moekit.balance.load_balancing_loss`: whose shares its loss takes. That of scores that
+        are as uneven as the rows.
+
+    Raises
+    ------
+    ValueError
+        For another population, and as :func:`rank_load`.
+    """
+    dims = {"rank": (), "micro_batch": (1,), "batch": (0, 1)}
+    if population not in dims:
+        raise ValueError(
+            f"gerrymandering_gap needs population 'rank', 'micro_batch' or 'batch', got {population!r}"
+        )
+    load = rank_load(rows.sum(1), n_ranks).double()
+    even = load.mean(-1).sum(0).clamp_min(1e-300)
+    waited = load.amax(-1).sum(0) / even
+    of_population = rows.double()
+    if dims[population]:
+        of_population = of_population.sum(dims[population], keepdim=True)
+    weights = of_population.sum(-1)
+    shares = of_population / weights.clamp_min(1e-300)[..., None]
+    squares = (shares.square().sum(-1) * rows.shape[-1] * weights).sum((0, 1))
+    nothing = rows.sum((0, 1, 3)) == 0
+    return Gap(
+        waited=waited.where(~nothing, 1.0),
+        seen=evenness(load.sum(0)).max_over_mean,
+        loss=(squares / weights.sum((0, 1)).clamp_min(1e-300)).where(~nothing, 1.0),
+    )
+
+
+def sorted_by_domain(n_ranks: int, *, n_rows: int = 1024, per_rank: int = 2) -> Rows:
+    """Return rows of a step that no sum over its batch shows to be uneven, one layer.
+
+    As many micro-batches as ranks, each of one domain whose experts are all on one rank: over the step every
+    expert has the same, and in each micro-batch all but one rank wait for ``n_ranks`` times as long as they
+    would with even rows.
+    """
+    rows = torch.zeros(n_ranks, n_ranks, 1, n_ranks * per_rank, dtype=torch.int64)
+    for domain in range(n_ranks):
+        rows[domain, :, 0, domain * per_rank : (domain + 1) * per_rank] = n_rows
+    return rows

@@ -1,0 +1,80 @@
+"""What ranks wait for, by hand, and beside what sums over a step show."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from reference import refuses
+
+from moekit.balance import evenness, gerrymandering_gap, rank_load, sorted_by_domain, wait
+
+
+def rows_of(*micro_batches):
+    """Return the rows of micro-batches from one rank, one layer."""
+    return torch.tensor(micro_batches)[:, None, None]
+
+
+def test_evenness_by_hand():
+    found = evenness(torch.tensor([[3, 1, 0, 0], [2, 2, 2, 2], [0, 0, 0, 8], [0, 0, 0, 0]]))
+    assert found.max_over_mean.tolist() == [3.0, 1.0, 4.0, 1.0]
+    assert found.coefficient_of_variation.tolist() == pytest.approx([math.sqrt(6) / 2, 0, math.sqrt(3), 0])
+    of_first = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
+    assert found.entropy.tolist() == pytest.approx([of_first, 1, 0, 1])
+    assert found.n_dead.tolist() == [2, 0, 3, 0]
+
+
+def test_a_ranks_load_is_that_of_its_experts():
+    rows = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    assert rank_load(rows, 3).tolist() == [[3, 7, 11]] and rank_load(rows, 1).tolist() == [[21]]
+    with refuses("rank_load needs n_ranks that divides 6 experts, got 4"):
+        rank_load(rows, 4)
+
+
+def test_ranks_wait_for_the_fullest_in_every_micro_batch_and_layer():
+    rows = torch.tensor([[[[5, 1, 1, 1], [2, 2, 2, 2]]], [[[0, 0, 4, 4], [1, 0, 0, 1]]]])  # 2 of each
+    assert wait(rows, 2).tolist() == [[2.0, 0.0], [4.0, 0.0]]
+    assert wait(rows.expand(2, 3, 2, 4), 2).tolist() == [[6.0, 0.0], [12.0, 0.0]]  # from three ranks
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4, 8])
+def test_tokens_sorted_by_domain_look_even_and_make_ranks_wait(n_ranks):
+    rows = sorted_by_domain(n_ranks)
+    assert evenness(rows.sum((0, 1, 2))).max_over_mean == 1.0  # what is logged of a step elsewhere
+    gap = gerrymandering_gap(rows, n_ranks)
+    assert (gap.waited.item(), gap.seen.item(), gap.loss.item()) == (n_ranks, 1.0, 1.0)
+    assert gerrymandering_gap(rows, n_ranks, population="micro_batch").loss.item() == n_ranks
+    per_micro_batch = 1024 * 2 * n_ranks
+    assert wait(rows, n_ranks).flatten().tolist() == [per_micro_batch * (1 - 1 / n_ranks)] * n_ranks
+
+
+def test_a_gap_by_hand(unchecked):
+    rows = rows_of([6, 2, 0, 0], [0, 0, 2, 6], [1, 1, 1, 1])  # two ranks of two experts
+    gap = gerrymandering_gap(rows, 2)
+    assert gap.waited.item() == pytest.approx((8 + 8 + 2) / (4 + 4 + 2))
+    assert gap.seen.item() == 1.0
+    assert gap.loss.item() == pytest.approx(4 * (2 * 0.35**2 + 2 * 0.15**2))
+    of_parts = gerrymandering_gap(rows, 2, population="rank").loss.item()
+    assert of_parts == pytest.approx((8 * 2 * 4 * (0.75**2 + 0.25**2) + 4) / 20)
+    with refuses("gerrymandering_gap needs population 'rank', 'micro_batch' or 'batch', got 'document'"):
+        gerrymandering_gap(rows, 2, population="document")
+
+
+def test_no_rows_are_even():
+    gap = gerrymandering_gap(torch.zeros(2, 1, 3, 4, dtype=torch.int64), 2)
+    assert all(x.tolist() == [1.0] * 3 for x in gap) and not wait(torch.zeros(1, 1, 1, 4).long(), 4).any()
+
+
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.sampled_from([1, 2, 4]), st.integers(0, 2**31)
+)
+def test_what_is_waited_is_never_below_what_is_seen_nor_above_all_on_one_rank(m, s, n_layers, p, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(0, 9, (m, s, n_layers, 2 * p), generator=generator)
+    rows *= torch.rand(rows.shape, generator=generator) < 0.7
+    gap = gerrymandering_gap(rows, p)
+    assert (gap.waited >= gap.seen - 1e-12).all() and (gap.waited <= p + 1e-12).all()
+    even = rank_load(rows.sum(1), p).double().mean(-1).sum(0)
+    torch.testing.assert_close(wait(rows, p).sum(0), (gap.waited - 1) * even)
+    finer = [gerrymandering_gap(rows, p, population=x).loss for x in ("batch", "micro_batch", "rank")]
+    assert (finer[0] <= finer[1] + 1e-9).all() and (finer[1] <= finer[2] + 1e-9).all()
