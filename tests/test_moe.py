@@ -173,6 +173,7 @@ def test_a_layer_of_kernels_is_one_graph_for_any_routing():
         graphs.append(graph)
         return graph
 
+    torch.compiler.reset()
     compiled = torch.compile(mk.moe, backend=count, fullgraph=True)
     for seed in range(3):
         options = dict(top_k=2, kernels="triton", assignment="random", key=mk.random.make_key(seed))

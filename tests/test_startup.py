@@ -24,6 +24,7 @@ def test_a_wrong_shape_is_an_error_in_eager_code():
 
 def test_the_plain_function_is_traced_under_compile():
     checked = checked_shapes.jaxtyping.jaxtyped(typechecker=beartype)(double)
+    torch.compiler.reset()  # all checked functions are one frame, and torch compiles one a few times only
     compiled = torch.compile(checked, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(2, 3)), 2 * torch.ones(2, 3))
 
