@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from moekit._policy import BF16, Precision
+from moekit._policy import Precision
 from moekit.kernels.quantize import Format, Quantized, quantize
 from moekit.tree import check_not_hollow, held, map_named, named, nested, on_mesh
 
@@ -35,7 +35,7 @@ class Rounded:
         What comes in, where whoever made it has rounded it.
     """
 
-    policy: Precision = BF16
+    policy: Precision  # without a default, which torch 2.11 cannot trace
     weights: Mapping[str, Any] | None = None
     tokens: Quantized | None = None
 
