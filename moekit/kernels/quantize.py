@@ -60,6 +60,11 @@ class Format:
         """The largest element."""
         return torch.finfo(self.elements).max
 
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of scales."""
+        return torch.float32 if self.rounding is None else torch.float8_e8m0fnu
+
     def n_scales(self, d: int) -> int:
         """Return how many scales a row of ``d`` numbers has.
 
@@ -91,12 +96,9 @@ class Quantized(NamedTuple):
 
     def matches(self, form: Format, shape: tuple[int, ...]) -> bool:
         """Say whether these are numbers of a format and a shape."""
-        kind = torch.float32 if form.rounding is None else torch.float8_e8m0fnu
-        values, scales = (form.elements, shape), (kind, (*shape[:-1], form.n_scales(shape[-1])))
-        return (self.values.dtype, self.values.shape) == values and (
-            self.scales.dtype,
-            self.scales.shape,
-        ) == scales
+        of_scales = (*shape[:-1], form.n_scales(shape[-1]))
+        dtypes = (self.values.dtype, self.scales.dtype) == (form.elements, form.scale_dtype)
+        return dtypes and (self.values.shape, self.scales.shape) == (shape, of_scales)
 
 
 @torch.no_grad()
@@ -128,11 +130,9 @@ def quantize(
         Unless whole blocks make up the last dim.
     """
     if not x.numel():
-        kind = torch.float32 if form.rounding is None else torch.float8_e8m0fnu
-        none = x.new_ones(*x.shape[:-1], form.n_scales(x.shape[-1]), dtype=torch.float32)
-        return Quantized(
-            x.to(form.elements), none.to(kind) if largest is None else scale_of(largest, form)[0]
-        )
+        if largest is None:
+            largest = x.new_zeros(*x.shape[:-1], form.n_scales(x.shape[-1]))
+        return Quantized(x.to(form.elements), scale_of(largest, form)[0].to(form.scale_dtype))
     if largest is None and has_kernel("quantize", form, x, kernels):
         rows = x.reshape(-1, x.shape[-1])
         values, scales = torch.ops.moekit.quantize_rows(rows, end)
