@@ -28,7 +28,7 @@ def choose_products(who: str, kernels: str, n_rows: int, gate_up: Tensor) -> Pro
     kernels throughout; ``"quack"`` the GEMMs of quack-kernels, for bfloat16 on Hopper and later, and Triton
     around them; ``"loop"`` the loop over experts that defines the result. ``"auto"`` is ``"torch"`` on CPUs
     (``"loop"`` for float64), and on CUDA what was fastest when measured (docs/LOG.md): Triton, but where
-    groups have fewer than 2,048 rows on average and quack is installed, its forward and weights' gradients.
+    groups have fewer than 6,144 rows on average and quack is installed, its weights' gradients.
 
     Raises
     ------
@@ -67,7 +67,7 @@ def choose_products(who: str, kernels: str, n_rows: int, gate_up: Tensor) -> Pro
                 got = "no package quack; pip install 'moekit[quack]'"
             raise ValueError(f"{who} needs quack-kernels, CUDA and bfloat16 for kernels='quack', got {got}")
         return Products("quack", "quack", "quack", "triton")
-    # Where groups are short, much of the time goes into writing results, which quack hides behind products.
-    short = n_rows < 2048 * len(gate_up)
-    best = "quack" if has_quack and is_hopper(gate_up) and short else "triton"
-    return Products(best, "triton", best, "triton")
+    # Where groups are short, writing gradients of weights takes long; quack hides it behind products.
+    short = n_rows < 6144 * len(gate_up)
+    weight_grad = "quack" if has_quack and is_hopper(gate_up) and short else "triton"
+    return Products("triton", "triton", weight_grad, "triton")
