@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -133,7 +134,8 @@ def _fill(values: Tensor, seed: int, name: str, first: int, std: float) -> None:
         for row in rows:
             values[row] = draw_slab(seed, name, first + row, values.shape[1:]).mul_(std)
 
-    n = torch.get_num_threads() if values.shape[1:].numel() >= 2**18 else 1  # short ones wait for Python
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
+    n = max(cores, 1) if values.shape[1:].numel() >= 2**18 else 1  # short ones wait for Python
     with ThreadPoolExecutor(n) as pool:
         list(pool.map(fill, [range(i, len(values), n) for i in range(n)]))
 
