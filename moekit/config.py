@@ -49,6 +49,9 @@ class ModelConfig:
     # The training objective, in the units of the mean cross-entropy (nats per token).
     balance_weight: float = 0.0
     balance_population: Literal["document", "rank", "micro_batch", "batch"] = "document"
+    balance_over: Literal["expert", "rank"] = (
+        "expert"  # what gets even: each expert, or those of a rank together
+    )
     router_z_weight: float = 0.0
     head_z_weight: float = 0.0
 
@@ -86,6 +89,7 @@ class ModelConfig:
             ("score", ("softmax", "sigmoid")),
             ("normalize", ("none", "l1")),
             ("balance_population", ("document", "rank", "micro_batch", "batch")),
+            ("balance_over", ("expert", "rank")),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"ModelConfig needs {name} in {allowed}, got {getattr(self, name)!r}")

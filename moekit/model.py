@@ -459,6 +459,8 @@ def next_token_loss(
     *,
     config: ModelConfig,
     attend_across_documents: bool = False,
+    load: Int[Tensor, "l E"] | Float[Tensor, "l E"] | None = None,
+    expert_ranks: int | None = None,
     context: DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     **options: Any,
@@ -481,6 +483,12 @@ def next_token_loss(
     attend_across_documents : bool
         Let attention see whole rows, as many published recipes do, not each document by itself. Targets and
         the balancing losses keep to documents.
+    load : Int or Float[Tensor, "l E"], optional
+        Of each layer with experts, as for :func:`moekit.balance.load_balancing_loss` over an accumulated
+        batch.
+    expert_ranks : int, optional
+        Ranks that would share the experts: for ``fullest``, and the balancing loss of a config whose
+        ``balance_over`` is ``"rank"``; by default those of ``mesh["ep"]``.
     context : DeviceMesh, optional
         From :func:`moekit.mesh.context_mesh`, where the rows of ``batch`` are split over its ranks.
     mesh : DeviceMesh, optional
@@ -495,8 +503,10 @@ def next_token_loss(
     stats : dict of Tensor
         ``cross_entropy``, ``load_balancing``, ``router_z``, ``head_z``: shares of the means, unweighted,
         summed over layers; ``counts`` (l, E) int64: rows per expert of this call, padding left out;
-        ``n_targets`` int64: of this call; ``n_routes`` and ``n_dropped`` int64: the routes of all layers,
-        padding included, and those that ``via`` had no room for.
+        ``fullest`` (l,) int64: rows of the fullest of ``expert_ranks``, padding included, one share for all
+        ranks of ``mesh["ep"]`` (:func:`moekit.balance.fullest`); ``router_entropy``: a share of the mean over
+        tokens and layers, in nats; ``n_targets`` int64: of this call; ``n_routes`` and ``n_dropped`` int64:
+        the routes of all layers, padding included, and those that ``via`` had no room for.
 
     Raises
     ------
@@ -510,6 +520,8 @@ def next_token_loss(
         config=config,
         stage=Stage.whole(config),
         attend_across_documents=attend_across_documents,
+        load=load,
+        expert_ranks=expert_ranks,
         context=context,
         mesh=mesh,
         **options,
@@ -525,6 +537,8 @@ def stage_loss(
     config: ModelConfig,
     stage: Stage,
     attend_across_documents: bool = False,
+    load: Int[Tensor, "l E"] | Float[Tensor, "l E"] | None = None,
+    expert_ranks: int | None = None,
     context: DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     **options: Any,
@@ -544,8 +558,8 @@ def stage_loss(
         As for :func:`next_token_loss`; every stage gets it whole.
     stage : Stage
         From :func:`moekit.plan.split_layers`.
-    config, attend_across_documents, context, mesh, **options
-        As for :func:`next_token_loss`; biases are those of all layers.
+    config, attend_across_documents, load, expert_ranks, context, mesh, **options
+        As for :func:`next_token_loss`; biases and loads are those of all layers.
 
     Returns
     -------
@@ -553,7 +567,7 @@ def stage_loss(
         None from the last stage.
     loss : Float[Tensor, ""]
     stats : dict of Tensor
-        As from :func:`next_token_loss`, with counts of 0 for the layers of other stages.
+        As from :func:`next_token_loss`, with counts and fullest of 0 for the layers of other stages.
 
     Raises
     ------
@@ -591,6 +605,35 @@ def stage_loss(
             kernels=elementwise(options.get("kernels", "auto")),
         )
 
+    terms, stats = _routing_terms(
+        routings,
+        batch,
+        config=config,
+        stage=stage,
+        load=load,
+        expert_ranks=expert_ranks,
+        context=context,
+        mesh=mesh,
+        dtype=zero.dtype,
+    )
+    n_targets = batch.mask.sum() * stage.heads
+    stats |= {"cross_entropy": ce, "head_z": head_z, "n_targets": n_targets}
+    return None if stage.heads else hidden, loss + terms, stats
+
+
+def _routing_terms(
+    routings: list[Routing],
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    stage: Stage,
+    load: Tensor | None,
+    expert_ranks: int | None,
+    context: DeviceMesh | None,
+    mesh: DeviceMesh | None,
+    dtype: torch.dtype,
+) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+    """Return what a stage's routing adds to the loss, and its statistics."""
     b, s = batch.tokens.shape
     whole = s if context is None else s * context.size()
     keep = (batch.documents >= 0).flatten()
@@ -598,36 +641,43 @@ def stage_loss(
         (batch.documents < whole).all(), "next_token_loss needs documents below s; use make_batch"
     )
     documents = (batch.documents + torch.arange(b, device=keep.device)[:, None] * whole).flatten()
-    balancing = router_z = zero
     counts = torch.zeros(config.n_moe_layers, config.n_experts, dtype=torch.int64, device=keep.device)
+    computed = torch.zeros_like(counts)
+    balancing = router_z = entropy = torch.zeros((), dtype=dtype, device=keep.device)
     n_dropped = counts.new_zeros(())
+    ep = None if mesh is None else mesh["ep"]
+    if expert_ranks is None:
+        expert_ranks = 1 if ep is None else ep.size()
+    tokens: dict[str, Any] = dict(mask=keep, n_tokens=batch.n_tokens)
     layers = [i - config.n_dense_layers for i in stage.layers if config.is_moe(i)]
     for layer, routing in zip(layers, routings, strict=True):
         balancing = balancing + balance.load_balancing_loss(
             routing,
             population=config.balance_population,
+            n_ranks=expert_ranks if config.balance_over == "rank" else None,
+            load=None if load is None else load[layer],
             documents=documents,
-            mask=keep,
-            n_tokens=batch.n_tokens,
             context=context,
             mesh=mesh,
+            **tokens,
         )
-        router_z = router_z + balance.router_z_loss(routing, mask=keep, n_tokens=batch.n_tokens)
+        router_z = router_z + balance.router_z_loss(routing, **tokens)
+        entropy = entropy + balance.router_entropy(routing, **tokens) / config.n_moe_layers
         counts[layer] = balance.expert_counts(routing, mask=keep)
+        computed[layer] = routing.counts
         if routing.dropped is not None:
+            computed[layer] -= routing.dropped
             n_dropped = n_dropped + routing.dropped.sum()
     stats = {
-        "cross_entropy": ce,
         "load_balancing": balancing.detach(),
         "router_z": router_z.detach(),
-        "head_z": head_z,
-        "n_targets": batch.mask.sum() * stage.heads,
+        "router_entropy": entropy,
         "counts": counts,
+        "fullest": balance.fullest(computed, expert_ranks, mesh=ep) if layers else counts.sum(-1),
         "n_routes": counts.new_full((), len(layers) * b * s * config.top_k),
         "n_dropped": n_dropped,
     }
-    loss = loss + config.balance_weight * balancing + config.router_z_weight * router_z
-    return None if stage.heads else hidden, loss, stats
+    return config.balance_weight * balancing + config.router_z_weight * router_z, stats
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributions import Categorical
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import moekit as mk
@@ -235,4 +236,6 @@ def loss(params, batch, *, config):
         "head_z": logits[batch.mask].logsumexp(-1).square().mean(),
     }
     weights = (1.0, config.balance_weight, config.router_z_weight, config.head_z_weight)
-    return sum(w * term for w, term in zip(weights, terms.values(), strict=True)), terms
+    total = sum(w * term for w, term in zip(weights, terms.values(), strict=True))
+    entropies = [Categorical(probs=r[3][documents >= 0]).entropy().mean() for r in routings]
+    return total, terms | {"router_entropy": sum(entropies, zero) / max(len(entropies), 1)}

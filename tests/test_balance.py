@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 from reference import balance as one_population, balance_over_documents, close, draw, refuses
 
 import moekit as mk
-from moekit.balance import expert_counts, load_balancing_loss, next_bias, router_z_loss
+from moekit.balance import expert_counts, load_balancing_loss, next_bias, router_entropy, router_z_loss
 
 E, K = 4, 2
 ALL = ("document", "rank", "micro_batch", "batch")
@@ -114,6 +114,34 @@ def test_shares_of_a_loss_over_calls_are_weighed_by_their_tokens(population):
     close(sum(shares), (2 * parts[0] + 7 * parts[1]) / 9)
 
 
+@pytest.mark.parametrize("population", ALL)
+def test_experts_of_a_rank_may_differ_where_ranks_are_balanced(population):
+    uneven_in_a_rank = fixed([[0], [2], [0], [2]], [[0.5, 0, 0.5, 0]] * 4)
+    assert balance_of(uneven_in_a_rank, population, n_ranks=2).item() == pytest.approx(1.0)
+    assert balance_of(uneven_in_a_rank, population).item() == pytest.approx(2.0)
+    uneven = fixed([[0], [1], [0], [2]], [[0.4, 0.4, 0.1, 0.1]] * 4)  # f = (3/4, 1/4), P = (0.8, 0.2)
+    assert balance_of(uneven, population, n_ranks=2).item() == pytest.approx(2 * (0.6 + 0.05))
+
+
+def test_a_loss_over_an_accumulated_batch_takes_the_load_that_it_is_given():
+    r, load = routing(8), torch.tensor([5, 1, 0, 2])
+    halves = [part(r, slice(4)), part(r, slice(4, 8))]
+    shares = [balance_of(half, "batch", load=load, n_tokens=8) for half in halves]
+    want = E * (load / 8 * r.scores.mean(0)).sum()
+    close(sum(shares), want)
+    close(balance_of(r, "batch", load=3 * load), want)  # of a window: its scale has no effect
+    close(balance_of(r, "batch", load=r.counts), balance_of(r, "batch"))
+
+
+def test_the_entropy_of_the_router_by_hand():
+    r = fixed([[0], [0], [1]], [[1.0, 0, 0, 0], [0.3, 0.3, 0, 0], [0.2, 0.2, 0.2, 0.2]])
+    nats = [0.0, math.log(2), math.log(4)]
+    assert router_entropy(r).item() == pytest.approx(sum(nats) / 3)
+    assert router_entropy(r, mask=torch.tensor([True, False, True]), n_tokens=4).item() == pytest.approx(
+        (nats[0] + nats[2]) / 4
+    )
+
+
 def test_a_loss_over_the_batch_refuses_a_part_of_the_batch():
     r = routing(6)
     close(balance_of(r, "batch", n_tokens=6), balance_of(r, "batch", n_tokens=torch.tensor(6)))
@@ -185,6 +213,12 @@ def test_counts_without_a_mask_are_those_of_the_routing():
             dict(population="batch", mesh=object()),
             "over the batch needs n_tokens of the global batch, got None",
         ),
+        (
+            dict(population="rank", load=torch.ones(E)),
+            "needs a load (4,) for population 'batch' alone, got (4,) for 'rank'",
+        ),
+        (dict(population="batch", load=torch.ones(1)), "needs a load (4,) for population 'batch'"),
+        (dict(population="rank", n_ranks=3), "rank_load needs n_ranks that divides 4 experts, got 3"),
     ],
 )
 def test_bad_populations_are_refused(unchecked, options, message):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 from reference import refuses
 
-from moekit.balance import evenness, gerrymandering_gap, rank_load, sorted_by_domain, wait
+from moekit.balance import evenness, fullest, gerrymandering_gap, rank_load, sorted_by_domain, wait
 
 
 def rows_of(*micro_batches):
@@ -35,6 +35,9 @@ def test_ranks_wait_for_the_fullest_in_every_micro_batch_and_layer():
     rows = torch.tensor([[[[5, 1, 1, 1], [2, 2, 2, 2]]], [[[0, 0, 4, 4], [1, 0, 0, 1]]]])  # 2 of each
     assert wait(rows, 2).tolist() == [[2.0, 0.0], [4.0, 0.0]]
     assert wait(rows.expand(2, 3, 2, 4), 2).tolist() == [[6.0, 0.0], [12.0, 0.0]]  # from three ranks
+    added_up = sum(fullest(of_micro_batch[0], 2) for of_micro_batch in rows)
+    assert (added_up - rows.sum((0, 1, 3)) / 2).tolist() == wait(rows, 2).sum(0).tolist()
+    assert fullest(rows[0, 0]).tolist() == [8, 8]  # one rank has all
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4, 8])

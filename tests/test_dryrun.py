@@ -167,7 +167,9 @@ def test_a_clean_step_raises_no_alarm_and_its_calls_are_those_of_the_code(clean)
     assert [c.group for c in ops["reduce_scatter"]] == [(1, 5), tuple(range(8))]
     assert all(c.reduce == "sum" and c.dtype == "float32" for c in ops["reduce_scatter"])
     assert {c.dtype for c in ops["all_gather"]} == {"bfloat16", "float32"}  # routers are float32
-    assert {c.group for c in ops["all_reduce"]} == {tuple(range(8))}
+    of_ep = [c for c in ops["all_reduce"] if c.group == (4, 5, 6, 7)]
+    assert [c.shapes for c in of_ep] == [((1, SMALL.n_experts),)] * 2  # counts, to say who waits
+    assert {c.group for c in ops["all_reduce"]} == {tuple(range(8)), (4, 5, 6, 7)}
 
 
 def test_memory_of_parameters_gradients_and_optimizer_state_is_what_the_leaves_hold(clean):

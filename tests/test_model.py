@@ -109,6 +109,7 @@ def test_the_training_loss_its_terms_and_gradients_are_those_of_whole_logits_and
     want, want_grads = named_grads(lambda p: reference.loss(p, batch, config=config)[0], params)
     counts, n_targets = stats.pop("counts"), stats.pop("n_targets")
     n_routes, n_dropped = stats.pop("n_routes"), stats.pop("n_dropped")
+    assert (stats.pop("fullest") == n_routes // max(config.n_moe_layers, 1)).all()  # of one rank
     close((loss, stats), (want, reference.loss(params, batch, config=config)[1]))
     close(flat(grads), want_grads)
     assert n_targets == batch.n_targets and counts.shape == (config.n_moe_layers, config.n_experts)

@@ -8,6 +8,7 @@ from moekit.balance._load import (
     Evenness as Evenness,
     Gap as Gap,
     evenness as evenness,
+    fullest as fullest,
     gerrymandering_gap as gerrymandering_gap,
     rank_load as rank_load,
     sorted_by_domain as sorted_by_domain,
@@ -18,5 +19,6 @@ from moekit.balance._losses import (
     expert_counts as expert_counts,
     load_balancing_loss as load_balancing_loss,
     next_bias as next_bias,
+    router_entropy as router_entropy,
     router_z_loss as router_z_loss,
 )

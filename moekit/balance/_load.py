@@ -12,8 +12,10 @@ Axes: m micro-batches, s source ranks, l layers, E experts, p ranks that hold E 
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+import torch.distributed._functional_collectives as fc
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 Rows = Int[Tensor, "m s l E"]
 
@@ -46,8 +48,8 @@ def evenness(load: Tensor) -> Evenness:
     )
 
 
-def rank_load(rows: Int[Tensor, "*n E"], n_ranks: int) -> Int[Tensor, "*n p"]:
-    """Return the rows of each rank, of which rank i holds experts [i E / p, (i + 1) E / p).
+def rank_load(rows: Shaped[Tensor, "*n E"], n_ranks: int) -> Shaped[Tensor, "*n p"]:
+    """Return the rows, or shares, of each rank, of which rank i holds experts [i E / p, (i + 1) E / p).
 
     Raises
     ------
@@ -68,6 +70,31 @@ def wait(rows: Rows, n_ranks: int) -> Float[Tensor, "m l"]:
     """
     load = rank_load(rows.sum(1), n_ranks).double()
     return load.amax(-1) - load.mean(-1)
+
+
+def fullest(
+    counts: Int[Tensor, "*l E"], n_ranks: int | None = None, *, mesh: DeviceMesh | None = None
+) -> Int[Tensor, "*l"]:
+    """Return this call's share of the rows of the fullest rank, which adds up over micro-batches.
+
+    What ranks compute one after the other: summed over micro-batches and ranks of ``mesh``, less the mean of
+    the ranks, it is what :func:`wait` sums. Pure. Collective over ``mesh``: one all-reduce of the counts.
+
+    Parameters
+    ----------
+    counts : Int[Tensor, "*l E"]
+        Rows per expert of this call, in each layer.
+    n_ranks : int, optional
+        Ranks that share the experts, or would; by default those of ``mesh``.
+    mesh : DeviceMesh, optional
+        The axis ep, whose ranks send to the same experts: its first one returns the rows, others 0.
+    """
+    if n_ranks is None:
+        n_ranks = 1 if mesh is None else mesh.size()
+    if mesh is None:
+        return rank_load(counts, n_ranks).amax(-1)
+    rows = rank_load(fc.all_reduce(counts, "sum", mesh), n_ranks).amax(-1)
+    return rows if mesh.get_local_rank() == 0 else torch.zeros_like(rows)
 
 
 class Gap(NamedTuple):

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moekit._route import Routing
+from moekit.balance._load import rank_load
 from moekit.kernels.permute import count_experts
 from moekit.mesh import all_gather, data_mesh
 
@@ -19,9 +20,11 @@ def load_balancing_loss(
     routing: Routing,
     *,
     population: Population,
+    n_ranks: int | None = None,
     documents: Int[Tensor, " t"] | None = None,
     mask: Bool[Tensor, " t"] | None = None,
     n_tokens: int | Int[Tensor, ""] | None = None,
+    load: Int[Tensor, " E"] | Float[Tensor, " E"] | None = None,
     context: DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
 ) -> Float[Tensor, ""]:
@@ -29,7 +32,8 @@ def load_balancing_loss(
 
     :math:`f_i` is the part of a population's routes that expert i takes (so they sum to one), and :math:`P_i`
     the mean over the population of i's score as a part of all scores. The loss is 1 when balanced.
-    Populations weigh as their tokens.
+    Populations weigh as their tokens. With ``n_ranks``, i are the ranks that share the experts, and E is
+    their number: experts of one rank may differ.
 
     Pure, differentiable in the scores. Collective over ``mesh`` for ``"micro_batch"`` and ``"batch"``: one
     all-reduce of E counts; over ``context`` for ``"document"``: one all-gather of the expert ids.
@@ -43,13 +47,18 @@ def load_balancing_loss(
         depend on how documents are split into micro-batches or ranks. ``"rank"``: the tokens of this call.
         ``"micro_batch"``: the tokens of this call on all ranks of ``mesh``. These two depend on the split by
         definition. ``"batch"``: the global batch, which must not be accumulated: it is an error on the device
-        when this call on all ranks does not hold ``n_tokens``.
+        when this call on all ranks does not hold ``n_tokens``; or else give ``load``.
+    n_ranks : int, optional
+        Balance the experts that a rank holds (:func:`rank_load`) as one: a device-level loss.
     documents : Int[Tensor, " t"], optional
         For ``"document"``: a number per document, in [0, t), or in [0, t * cp) with a context.
     mask : Bool[Tensor, " t"], optional
         False for padding, which then enters no count and no mean.
     n_tokens : int or Int[Tensor, ""], optional
         Tokens of the global batch that ``mask`` keeps; by default those of this call.
+    load : Int or Float[Tensor, " E"], optional
+        For ``"batch"`` that is accumulated: the rows per expert to take f from, as the counts of the step
+        before, or of a window of steps.
     context : DeviceMesh, optional
         From :func:`moekit.mesh.context_mesh`, whose ranks each hold t tokens of the same documents.
     mesh : DeviceMesh, optional
@@ -58,11 +67,14 @@ def load_balancing_loss(
     Raises
     ------
     ValueError
-        When the population is unknown or lacks its argument.
+        When the population is unknown or lacks its argument, ``load`` is of no use or of another shape, or
+        ``n_ranks`` does not divide E.
 
     References
     ----------
     Fedus et al., Switch Transformers, 2021. https://arxiv.org/abs/2101.03961
+    DeepSeek-AI, DeepSeek-V2, 2024 (device-level loss). https://arxiv.org/abs/2405.04434
+    Qiu et al., Demons in the Detail, 2025 (global batch). https://arxiv.org/abs/2501.11873
     """
     if population not in ("document", "rank", "micro_batch", "batch"):
         raise ValueError(
@@ -74,8 +86,12 @@ def load_balancing_loss(
     if population == "batch" and n_tokens is None and mesh is not None:
         raise ValueError("load_balancing_loss over the batch needs n_tokens of the global batch, got None")
     n_experts, top_k = routing.n_experts, routing.expert_ids.shape[-1]
-    total_score = routing.scores.sum(-1, keepdim=True)
-    p = routing.scores / total_score.clamp_min(torch.finfo(total_score.dtype).tiny)
+    if load is not None and (population != "batch" or load.shape != (n_experts,)):
+        raise ValueError(
+            f"load_balancing_loss needs a load ({n_experts},) for population 'batch' alone, got "
+            f"{tuple(load.shape)} for {population!r}"
+        )
+    p = _shares(routing.scores)
     keep = torch.ones(len(p), dtype=torch.bool, device=p.device) if mask is None else mask
     here = keep.sum()
     total = here if n_tokens is None else n_tokens
@@ -93,6 +109,8 @@ def load_balancing_loss(
         counts.view(-1).scatter_add_(0, (at * n_experts + ids).flatten(), rows.expand(-1, top_k).flatten())
         routes = counts.sum(-1, keepdim=True).clamp_min(1)
         f = (counts.to(p.dtype) / routes)[of]
+    elif load is not None:
+        f = load.to(p.dtype) / load.sum().clamp_min(1)
     else:
         counts = expert_counts(routing, mask=mask)
         if population != "rank" and mesh is not None:
@@ -103,8 +121,10 @@ def load_balancing_loss(
                 "load_balancing_loss over the batch needs the whole batch in one call, but it is accumulated",
             )
         f = counts.to(p.dtype) / counts.sum().clamp_min(1)
+    if n_ranks is not None:
+        f, p = rank_load(f, n_ranks), rank_load(p, n_ranks)
     per_token = (f * p).sum(-1).masked_fill(~keep, 0.0)
-    return n_experts * per_token.sum() / _at_least_one(total)
+    return p.shape[-1] * per_token.sum() / _at_least_one(total)
 
 
 def router_z_loss(
@@ -128,9 +148,28 @@ def router_z_loss(
     return z.sum() / _at_least_one(total)
 
 
+def router_entropy(
+    routing: Routing,
+    *,
+    mask: Bool[Tensor, " t"] | None = None,
+    n_tokens: int | Int[Tensor, ""] | None = None,
+) -> Float[Tensor, ""]:
+    """Return this call's share of the mean entropy of a token's scores, as parts of their sum; in nats.
+
+    Pure, not differentiable. log E where scores are alike, 0 where one expert has all. ``mask`` and
+    ``n_tokens`` as for :func:`load_balancing_loss`.
+    """
+    p = _shares(routing.scores.detach())
+    entropy = torch.special.entr(p).sum(-1)
+    if mask is not None:
+        entropy = entropy.masked_fill(~mask, 0.0)
+    total = (len(entropy) if mask is None else mask.sum()) if n_tokens is None else n_tokens
+    return entropy.sum() / _at_least_one(total)
+
+
 def next_bias(
     bias: Float[Tensor, "*l E"],
-    counts: Int[Tensor, "*l E"],
+    counts: Int[Tensor, "*l E"] | Float[Tensor, "*l E"],
     *,
     rate: float = 1e-3,
     mesh: DeviceMesh | None = None,
@@ -143,8 +182,9 @@ def next_bias(
     ----------
     bias : Float[Tensor, "*l E"]
         float32 at least, one row a layer; lower precisions stop moving.
-    counts : Int[Tensor, "*l E"]
-        Rows per expert of one step, padding left out (:func:`expert_counts`).
+    counts : Int or Float[Tensor, "*l E"]
+        Rows per expert of one step, padding left out (:func:`expert_counts`), or of a window of n steps:
+        their sum, or a moving mean, ``mean.lerp(counts, 1 / n)``.
     rate : float
         Step of the bias, in units of the scores.
     mesh : DeviceMesh, optional
@@ -182,6 +222,11 @@ def expert_counts(routing: Routing, *, mask: Bool[Tensor, " t"] | None = None) -
     if mask is None:
         return routing.counts
     return count_experts(routing.expert_ids, routing.n_experts, mask, kernels="torch")
+
+
+def _shares(scores: Tensor) -> Tensor:
+    total = scores.sum(-1, keepdim=True)
+    return scores / total.clamp_min(torch.finfo(total.dtype).tiny)
 
 
 def _at_least_one(n: int | Tensor) -> int | Tensor:

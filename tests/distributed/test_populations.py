@@ -61,7 +61,7 @@ def measure(batch, edp, ep, rows, micro_batches):
         (value, stats), grads = step(mk.mesh.distribute(PARAMS, mesh), batch)
         routers = [grads["layers", str(i), "moe", "router"] for i in range(2)]
         routers = routers if mesh is None else [g.to_local() for g in routers]
-        results.append(dict(stats, loss=value, routers=torch.stack(routers)))
+        results.append(dict(stats, loss=value, routers=torch.stack(routers), n=n))
     return results
 
 
@@ -84,9 +84,24 @@ def by_loops(batch):
     return total, counts
 
 
+def fullest(batch, edp, ep, rows, n):
+    """Return the rows of the fullest rank of each layer, one micro-batch and one group of ranks at a time."""
+    _, routings = forward(PARAMS, batch.tokens, config=CONFIG, documents=batch.documents, kernels="loop")
+    total = torch.zeros(len(routings), dtype=torch.int64)
+    for layer, routing in enumerate(routings):
+        ids = routing.expert_ids.reshape(len(batch.tokens), -1)
+        for copy in range(edp):
+            of_ranks = range(copy * ep, (copy + 1) * ep)
+            for i in range(n):
+                here = [ids[sum(rows[:r]) :][i * rows[r] // n : (i + 1) * rows[r] // n] for r in of_ranks]
+                load = [sum((x * ep // CONFIG.n_experts == r).sum() for x in here) for r in range(ep)]
+                total[layer] += max(load)
+    return total
+
+
 def agree(got, want):
     assert torch.equal(got["counts"], want["counts"])
-    for name in ("load_balancing", "cross_entropy", "loss", "router_z", "routers"):
+    for name in ("load_balancing", "cross_entropy", "loss", "router_z", "router_entropy", "routers"):
         torch.testing.assert_close(
             got[name], want[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
         )
@@ -127,6 +142,7 @@ def test_documents_may_be_split_over_ranks_and_micro_batches_in_any_way(want, ba
         assert len(of_rank) >= 2  # numbers of micro-batches
         for got in of_rank:
             agree(got, want)
+            assert got["fullest"].tolist() == fullest(batch, edp, ep, rows, got["n"]).tolist()
 
 
 # --- By hand ---------------------------------------------------------------------------
