@@ -1,8 +1,4 @@
-"""Balancing: losses over a named population of tokens, the next balancing bias, the load that ranks wait for.
-
-Each loss is a *share*: the sum over micro-batches and ranks of what is returned is the loss of the global
-batch. All are functions of a :class:`moekit.Routing`, or of the rows that it counts.
-"""
+"""Losses over a named population of tokens, and the next balancing bias."""
 
 from typing import Literal
 
@@ -12,15 +8,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moekit._load import (
-    Evenness as Evenness,
-    Gap as Gap,
-    evenness as evenness,
-    gerrymandering_gap as gerrymandering_gap,
-    rank_load as rank_load,
-    sorted_by_domain as sorted_by_domain,
-    wait as wait,
-)
 from moekit._route import Routing
 from moekit.kernels.permute import count_experts
 from moekit.mesh import all_gather, data_mesh
