@@ -22,6 +22,7 @@ def test_evenness_by_hand():
     of_first = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25)) / math.log(4)
     assert found.entropy.tolist() == pytest.approx([of_first, 1, 0, 1])
     assert found.n_dead.tolist() == [2, 0, 3, 0]
+    assert found.entropy[0].item() == pytest.approx(of_first, rel=1e-14)  # float64 throughout
 
 
 def test_a_ranks_load_is_that_of_its_experts():
@@ -49,6 +50,28 @@ def test_tokens_sorted_by_domain_look_even_and_make_ranks_wait(n_ranks):
     assert gerrymandering_gap(rows, n_ranks, population="micro_batch").loss.item() == n_ranks
     per_micro_batch = 1024 * 2 * n_ranks
     assert wait(rows, n_ranks).flatten().tolist() == [per_micro_batch * (1 - 1 / n_ranks)] * n_ranks
+
+
+@given(st.integers(1, 5), st.integers(1, 7), st.integers(1, 50), st.floats(0, 1))
+def test_no_sum_shows_how_far_tokens_are_sorted(p, m, n_rows, sortedness):
+    rows = sorted_by_domain(p, n_rows=n_rows, per_rank=3, n_micro_batches=m, sortedness=sortedness)
+    assert (rows >= 0).all() and rows.sum((0, 2)).eq(n_rows).all() and rows.shape == (m, p, 1, 3 * p)
+    gap = gerrymandering_gap(rows, p)
+    assert (gap.seen.item(), gap.loss.item()) == pytest.approx((1, 1))
+    if m == 1 or sortedness == 0:
+        assert gap.waited.item() == pytest.approx(1)
+
+
+def test_ranks_wait_the_longer_the_more_tokens_are_sorted_and_the_more_micro_batches_there_are():
+    def waited(m, sortedness):
+        rows = sorted_by_domain(4, n_rows=1200, n_micro_batches=m, sortedness=sortedness)
+        return gerrymandering_gap(rows, 4).waited.item()
+
+    assert [waited(4, x) for x in (0.0, 0.25, 0.5, 1.0)] == pytest.approx([1, 1.75, 2.5, 4])
+    assert [waited(m, 1.0) for m in (1, 2, 4, 8)] == pytest.approx([1, 2, 4, 4])
+    for m, sortedness in [(0, 1.0), (4, 1.5), (4, -0.5)]:
+        with refuses(f"needs n_micro_batches >= 1 and sortedness in [0, 1], got {m} and {sortedness}"):
+            waited(m, sortedness)
 
 
 def test_a_gap_by_hand(unchecked):

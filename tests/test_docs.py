@@ -39,7 +39,16 @@ def test_the_page_on_scale_runs_and_prints_what_it_shows(capsys):
 
 
 @pytest.mark.parametrize(
-    "page", ["transport.md", "transforms.md", "concepts.md", "placements.md", "loop.md", "scale.md"]
+    "page",
+    [
+        "transport.md",
+        "transforms.md",
+        "concepts.md",
+        "placements.md",
+        "loop.md",
+        "scale.md",
+        "gerrymandering.md",
+    ],
 )
 def test_the_index_lists_the_page_and_the_pages_it_links_exist(page):
     assert page.removesuffix(".md") in (DOCS / "index.md").read_text().splitlines()

@@ -9,6 +9,7 @@ All are pure, and read nothing on the host.
 Axes: m micro-batches, s source ranks, l layers, E experts, p ranks that hold E / p experts each.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ def evenness(load: Tensor) -> Evenness:
     return Evenness(
         max_over_mean=shares.amax(-1) * k,
         coefficient_of_variation=shares.std(-1, correction=0) * k,
-        entropy=entropy / torch.tensor(float(k)).log() if k > 1 else torch.ones_like(total),
+        entropy=entropy / math.log(k) if k > 1 else torch.ones_like(total),
         n_dead=((load == 0) & (total[..., None] > 0)).sum(-1),
     )
 
@@ -150,14 +151,47 @@ def gerrymandering_gap(
     )
 
 
-def sorted_by_domain(n_ranks: int, *, n_rows: int = 1024, per_rank: int = 2) -> Rows:
+def sorted_by_domain(
+    n_ranks: int,
+    *,
+    n_rows: int = 1024,
+    per_rank: int = 2,
+    n_micro_batches: int | None = None,
+    sortedness: float = 1.0,
+) -> Rows:
     """Return rows of a step that no sum over its batch shows to be uneven, one layer.
 
-    As many micro-batches as ranks, each of one domain whose experts are all on one rank: over the step every
-    expert has the same, and in each micro-batch all but one rank wait for ``n_ranks`` times as long as they
-    would with even rows.
+    As many domains as ranks, each with all its experts on one rank. The step's tokens, ordered by domain, are
+    cut into micro-batches. Over the step every expert has the same; cut into as many micro-batches as ranks,
+    each takes ``n_ranks`` times as long as it would with even rows. Cut into one, all is even.
+
+    Parameters
+    ----------
+    n_ranks : int
+        Ranks that share the experts, each of which also sends tokens.
+    n_rows : int
+        Of each expert, from each rank, in the step.
+    per_rank : int
+        Experts of a rank.
+    n_micro_batches : int, optional
+        By default as many as ranks.
+    sortedness : float
+        Part of the tokens that are in order; the others are shuffled over the step. 0: all micro-batches are
+        even, up to one row.
+
+    Raises
+    ------
+    ValueError
+        For a sortedness outside [0, 1], or no micro-batch.
     """
-    rows = torch.zeros(n_ranks, n_ranks, 1, n_ranks * per_rank, dtype=torch.int64)
-    for domain in range(n_ranks):
-        rows[domain, :, 0, domain * per_rank : (domain + 1) * per_rank] = n_rows
-    return rows
+    m = n_ranks if n_micro_batches is None else n_micro_batches
+    if m < 1 or not 0 <= sortedness <= 1:
+        raise ValueError(
+            f"sorted_by_domain needs n_micro_batches >= 1 and sortedness in [0, 1], got {m} and {sortedness}"
+        )
+    done = torch.arange(m + 1, dtype=torch.float64)[:, None] / m  # of the step, before each micro-batch
+    of_domain = (done * n_ranks - torch.arange(n_ranks)).clamp(0, 1)
+    # Rounded sums, not rounded parts: so every expert ends at n_rows.
+    before = (n_rows * (sortedness * of_domain + (1 - sortedness) * done) + 0.5).floor().long()
+    rows = before.diff(dim=0).repeat_interleave(per_rank, dim=1)
+    return rows[:, None, None].repeat(1, n_ranks, 1, 1)

@@ -1,0 +1,82 @@
+"""What ranks wait for, beside what a step's sums show of it: a table, or a page with sliders.
+
+python -m moekit.balance --n-ranks 4 --sortedness 0.5
+python -m moekit.balance --rows run/rows.safetensors --html load.html
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from moekit.balance._load import sorted_by_domain
+from moekit.balance._page import make_page, make_table, read_rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Print what ranks wait for beside what a step's sums show of it, or write a page that draws it.
+
+    Attributes
+    ----------
+    rows
+        Counts (m, s, l, E) or (steps, m, s, l, E): of m micro-batches, from s source ranks, in l layers, for
+        E experts. A .npy, .npz or .safetensors file; by default an example, of tokens sorted by domain.
+    html
+        A file to write the page to, in place of the table; it needs no other file and no network.
+    n_ranks
+        Ranks that share the experts; by default as many as sent the rows, in the example 4.
+    per_rank
+        Experts of a rank of the example.
+    n_micro_batches
+        Of the example; by default as many as ranks.
+    n_rows
+        Rows of an expert of the example, from each rank, in the step.
+    sortedness
+        Part of the example's tokens that are in order of their domain.
+    """
+
+    rows: Path | None = None
+    html: Path | None = None
+    n_ranks: int | None = None
+    per_rank: int = 2
+    n_micro_batches: int | None = None
+    n_rows: int = 1024
+    sortedness: float = 1.0
+
+
+def main() -> None:
+    """Read the command line, and print the table or write the page."""
+    args = tyro.cli(Study, prog="python -m moekit.balance")
+    try:
+        _run(args)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"moekit.balance: {error}") from error
+
+
+def _run(args: Study) -> None:
+    if args.rows is not None:
+        rows = recorded = read_rows(args.rows)
+        n_ranks = rows.shape[2] if args.n_ranks is None else args.n_ranks
+        start = dict(n_ranks=n_ranks, name=args.rows.name)
+    else:
+        n_ranks = 4 if args.n_ranks is None else args.n_ranks
+        options: dict[str, Any] = dict(
+            n_rows=args.n_rows,
+            per_rank=args.per_rank,
+            n_micro_batches=n_ranks if args.n_micro_batches is None else args.n_micro_batches,
+            sortedness=args.sortedness,
+        )
+        rows, recorded = sorted_by_domain(n_ranks, **options)[None], None
+        start = dict(n_ranks=n_ranks, **options)
+    table = make_table(rows, n_ranks)
+    if args.html is None:
+        print(table)
+    else:
+        args.html.write_text(make_page(start, recorded), encoding="utf-8")
+        print(f"wrote {args.html}")
+
+
+if __name__ == "__main__":
+    main()

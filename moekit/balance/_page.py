@@ -1,0 +1,77 @@
+"""The load of a step for a reader: a page that draws it, and a table of the same numbers.
+
+Axes: n steps, and those of ``moekit.balance._load``.
+"""
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from safetensors.numpy import load_file
+from torch import Tensor
+
+from moekit.balance._load import gerrymandering_gap, wait
+
+Steps = Int[Tensor, "n m s l E"]
+
+
+def read_rows(path: Path) -> Steps:
+    """Read counts (m, s, l, E) of one step, or (n, m, s, l, E), from a .npy, .npz or .safetensors file.
+
+    Of several arrays in a file, that named ``rows``.
+
+    Raises
+    ------
+    ValueError
+        Unless there is one, of integers, none of them negative.
+    """
+    if path.suffix == ".safetensors":
+        arrays = load_file(path)
+    else:
+        read = np.load(path)
+        arrays = {"rows": read} if isinstance(read, np.ndarray) else dict(read)
+    if "rows" not in arrays and len(arrays) != 1:
+        raise ValueError(f"read_rows needs an array named rows in {path}, got {sorted(arrays)}")
+    rows = arrays["rows"] if "rows" in arrays else next(iter(arrays.values()))
+    if rows.ndim not in (4, 5) or rows.dtype.kind not in "iu" or rows.size == 0 or rows.min() < 0:
+        raise ValueError(
+            "read_rows needs counts (m, s, l, E) or (steps, m, s, l, E), whole numbers from 0, "
+            f"got {rows.dtype} {rows.shape} in {path}"
+        )
+    return torch.from_numpy(rows.astype(np.int64)).view(-1, *rows.shape[-4:])
+
+
+def make_page(start: dict[str, Any], rows: Steps | None = None) -> str:
+    """Return one HTML page that draws the rows, or without any, the example whose sliders stand at ``start``.
+
+    It needs no other file and no network. ``start``: ``n_ranks``, and with rows their ``name``, else the
+    options of :func:`moekit.balance.sorted_by_domain`.
+    """
+    data = dict(start, shape=None, rows=None)
+    if rows is not None:
+        data |= dict(shape=list(rows.shape), rows=rows.flatten().tolist())
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # else a name could end the script
+    page = resources.files("moekit.balance").joinpath("page.html").read_text(encoding="utf-8")
+    return page.replace("{{data}}", text)
+
+
+def make_table(rows: Steps, n_ranks: int) -> str:
+    """Return a line a step and layer: what the step's sums and losses show, and what ranks wait for."""
+    lines = [
+        "            ------ loss over a ------   fullest rank by mean",
+        "step layer   batch micro-batch   rank      seen waited    gap  rows waited",
+    ]
+    for step, of_step in enumerate(rows):
+        populations = ("batch", "micro_batch", "rank")
+        gaps = [gerrymandering_gap(of_step, n_ranks, population=name) for name in populations]
+        columns = [*(gap.loss for gap in gaps), gaps[0].seen, gaps[0].waited, wait(of_step, n_ranks).sum(0)]
+        for layer, (batch, micro_batch, rank, seen, waited, n) in enumerate(torch.stack(columns, 1).tolist()):
+            lines.append(
+                f"{step:4} {layer:5} {batch:7.2f} {micro_batch:11.2f} {rank:6.2f}    "
+                f"{seen:6.2f} {waited:6.2f} {waited - seen:6.2f} {n:12,.0f}"
+            )
+    return "\n".join(lines)
