@@ -112,8 +112,8 @@ class Experts(torch.autograd.Function):
     @once_differentiable  # what it keeps of the forward has no graph
     def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, by_row, offsets, places, *parts = ctx.saved_tensors
-        kept, gate_up, down = (_operand(*parts[i : i + 2]) for i in (0, 2, 4))
-        del parts
+        kept, gate_up, down = map(_operand, parts[::2], parts[1::2])
+        del parts  # which dynamo cannot do where a closure reads it
         may_overwrite, exchange, plan = forget_saved(ctx), ctx.exchange, ctx.plan
         kinds, form = plan.plain, plan.input_grad
         into_gate_up, into_down = ctx.into

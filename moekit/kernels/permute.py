@@ -172,7 +172,9 @@ def gather_sum(
         return torch.ops.moekit.gather_sum(rows, slots, weights, base)
     wide = rows[slots].to(torch.promote_types(rows.dtype, torch.float32))
     total = (wide if weights is None else wide * weights[..., None]).sum(1)
-    return (total if base is None else total + base).to(rows.dtype)
+    total = total if base is None else total + base
+    # In a compiled Function of torch 2.11 a result that is also an intermediate has no gradient.
+    return total if total.dtype == rows.dtype else total.to(rows.dtype)
 
 
 def gather_sum_backward(
