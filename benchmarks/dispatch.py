@@ -42,6 +42,8 @@ from moekit.kernels.one_sided import get_sum, put
 from moekit.kernels.row_map import row_map
 from moekit.mesh import world_size
 
+LINK = "copy to the next rank"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -114,7 +116,7 @@ def main(cfg: Config) -> None:
     results = measure(candidates, device=device, errors=errors, rounds=cfg.rounds, slot=cfg.slot)
     if size > 1:  # the copy within a device is no ceiling of what leaves it
         results = [r for r in results if r.name != COPY]
-        link = next(r for r in results if r.name == "copy to the next rank").bytes_per_second
+        link = next(r for r in results if r.name == LINK).bytes_per_second
         for result in results:
             result.of_copy = result.bytes_per_second and link and result.bytes_per_second / link
     if rank == 0:
@@ -169,8 +171,11 @@ def rows(
     }
     if memory.size > 1:
         after = there.peers[(memory.rank + 1) % memory.size]
-        run = partial(after.copy_, back.mine)
-        found = {"copy to the next rank": Candidate(run=run, bytes=back.mine.nbytes)} | found
+        copies = {
+            LINK: partial(after.copy_, back.mine),
+            "copy from the next rank": partial(back.mine.copy_, after),
+        }
+        found = {n: Candidate(run=run, bytes=back.mine.nbytes) for n, run in copies.items()} | found
     return found
 
 
