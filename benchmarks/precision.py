@@ -59,11 +59,12 @@ from moekit.tree import map_named, named
 ALONE = tuple(role for role in precision.ROLES if role != "dispatch_payload")  # on one GPU nothing travels
 BF16, ALL, HOLLOW, TORCHAO = "bf16", "all", "all, hollow parameters", "torchao"
 WEIGHT_GRADS, SAVED = "all, fp8 weight gradients", "all, saved in fp8"
+HOLLOW_SAVED = "all, saved in fp8, hollow parameters"
 IN_THE_CALL = "all, fp8 weight gradients, weights rounded in the call"
 DENSE_WEIGHT_GRAD = "dense_weight_grad with both dense roles"  # alone it has no effect
 ROLES = tuple(DENSE_WEIGHT_GRAD if role == "dense_weight_grad" else role for role in ALONE)
 BY_PART = {
-    "step": (*ROLES, ALL, WEIGHT_GRADS, SAVED, HOLLOW),
+    "step": (*ROLES, ALL, WEIGHT_GRADS, SAVED, HOLLOW, HOLLOW_SAVED),
     "layer": (ALL, WEIGHT_GRADS, IN_THE_CALL, TORCHAO),
     "whole_step": (ALL, WEIGHT_GRADS, HOLLOW),
 }
@@ -111,7 +112,7 @@ def make_policies(form: precision.Role, emulate: bool) -> dict[str, Precision]:
     return {
         **{name: Precision(**changes, emulate=emulate) for name, changes in roles.items()},
         **{ALL: everything, HOLLOW: everything, WEIGHT_GRADS: weight_grads, IN_THE_CALL: weight_grads},
-        SAVED: replace(everything, saved_activations=form),
+        **dict.fromkeys((SAVED, HOLLOW_SAVED), replace(everything, saved_activations=form)),
     }
 
 
@@ -185,7 +186,7 @@ def step(cfg: Config, policies: Policies) -> list[Result]:
             return our_gradients(loss, params, batch), dict(held_bytes=held_bytes(params))
         weights_alone = replace(policies[name], **dict.fromkeys(NOT_OF_WEIGHTS))
         low = replace(rounded(weights_alone), policy=policies[name])
-        used = precision.hollow(params, policies[name]) if name == HOLLOW else params
+        used = precision.hollow(params, policies[name]) if name in (HOLLOW, HOLLOW_SAVED) else params
         lost = decibels(by_group(grad_fn(used, batch, precision=low)[1], want))
         held = held_bytes(used, TensorDict(low.weights if low.weights is not None else {}))
         return our_gradients(loss, used, batch, precision=low), dict(held_bytes=held, sqnr_db=lost)
