@@ -129,15 +129,17 @@ def init_params(
 
 def _fill(values: Tensor, seed: int, name: str, first: int, std: float) -> None:
     """Draw each row of a tensor, whose first is ``first`` of the whole one; threads share large rows."""
+    rows_at_once = max(2**22 // values.shape[1:].numel(), 1)
 
-    def fill(rows: range) -> None:
-        for row in rows:
-            values[row] = draw_slab(seed, name, first + row, values.shape[1:]).mul_(std)
+    def fill(start: int) -> None:
+        drawn = torch.empty(min(rows_at_once, len(values) - start), *values.shape[1:])
+        for row, out in enumerate(drawn, first + start):
+            out.copy_(draw_slab(seed, name, row, out.shape))
+        values[start : start + len(drawn)] = drawn.mul_(std)
 
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
-    n = max(cores, 1) if values.shape[1:].numel() >= 2**18 else 1  # short ones wait for Python
-    with ThreadPoolExecutor(n) as pool:
-        list(pool.map(fill, [range(i, len(values), n) for i in range(n)]))
+    with ThreadPoolExecutor(max(cores, 1) if rows_at_once <= 16 else 1) as pool:  # short ones wait for Python
+        list(pool.map(fill, range(0, len(values), rows_at_once)))
 
 
 def draw_slab(seed: int, name: str, index: int, shape: tuple[int, ...]) -> Tensor:
