@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +37,7 @@ def beside(fn: Callable, *args: Any, urgent: bool = False) -> Callable[[], Any]:
     ----------
     fn, *args
         Tensors among ``args``, in any nesting, are kept from being overwritten while ``fn`` or its backward
-        reads them; others that it reads must live as long, as parameters do. The first tensor's device counts.
+        reads them; others that it reads must live as long, as parameters do. The first one's device counts.
     urgent : bool
         Whether its kernels go first where both streams wait for room on the device, as communication should.
 
@@ -177,7 +176,7 @@ def choose(
     if not functions or rounds < 1:
         raise ValueError(f"choose needs a function and rounds >= 1, got {list(functions)} and {rounds=}")
     if not all(has_values(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
-        raise ValueError("choose needs values to time its functions on, got tensors without; name one of them")
+        raise ValueError("choose needs values to time functions on, got tensors without; name one of them")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     device = device if mesh is None else mesh.device_type
     for fn in functions.values():
@@ -196,32 +195,6 @@ def choose(
         slowest = fc.wait_tensor(fc.all_reduce(slowest, "max", (mesh, axis)))
     seconds = dict(zip(functions, slowest.tolist(), strict=True))
     return Choice(name=min(seconds, key=seconds.__getitem__), seconds=seconds)
-
-
-def fastest(
-    functions: Mapping[str, Callable],
-    *,
-    rounds: int = 5,
-    report: Callable[[Choice], Any] = print,
-    mesh: DeviceMesh | None = None,
-) -> Callable:
-    """Return a function that calls the fastest of several, which its first call finds out by :func:`choose`.
-
-    A single one is not timed. ``report`` gets the choice, on the first rank alone.
-    """
-    chosen = dict(functions)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if len(chosen) != 1:
-            choice = choose(functions, *args, rounds=rounds, mesh=mesh, **kwargs)
-            if mesh is None or dist.get_rank() == 0:
-                report(choice)
-            chosen.clear()
-            chosen[choice.name] = functions[choice.name]
-        (fn,) = chosen.values()
-        return fn(*args, **kwargs)
-
-    return run
 
 
 def _mark(device: str) -> Any:
@@ -251,7 +224,7 @@ def _now(device: torch.device) -> Any:
 
 
 def _start(fn: Callable, args: tuple, side: Any, after: Any) -> Callable[[], Any]:
-    """Launch ``fn(*args)`` on ``side``, after an event; the result waits on the stream where it is asked for."""
+    """Launch ``fn(*args)`` on ``side`` after an event; the stream that asks for the result waits for it."""
     if side is None:
         out = fn(*args)
         return lambda: out
@@ -271,7 +244,7 @@ def _start(fn: Callable, args: tuple, side: Any, after: Any) -> Callable[[], Any
 
 
 def _is_read_on(stream: Any, tree: Any) -> None:
-    """Keep the memory of a tree's tensors from others until ``stream`` has done with it, backward included."""
+    """Keep a tree's memory from others until ``stream`` has done with it, in the backward too."""
     for x in tree_leaves(tree):
         if isinstance(x, Tensor) and x.is_cuda:
             x.record_stream(stream)

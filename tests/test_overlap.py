@@ -3,6 +3,7 @@
 import contextlib
 import time
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from test_moe import D, kernel_layer, layer, run
 
 import moekit as mk
 from moekit import overlap
-from moekit.overlap import beside, choose, fastest, two_batch
+from moekit.overlap import beside, choose, two_batch
 
 BESIDE = pytest.mark.parametrize("how", ["two_batch", "shared"])
 
@@ -27,7 +28,9 @@ def test_a_layer_is_the_same_whatever_runs_beside_what(t, how):
     close(run(mk.moe, params, x, top_k=2, overlap=how), run(mk.moe, params, x, top_k=2))
 
 
-@pytest.mark.parametrize(("via", "how"), [("local", "two_batch"), ("rowwise", "two_batch"), ("local", "shared")])
+@pytest.mark.parametrize(
+    ("via", "how"), [("local", "two_batch"), ("rowwise", "two_batch"), ("local", "shared")]
+)
 def test_a_layer_of_kernels_is_the_same_too(via, how):
     params, x = kernel_layer()
     x, options = x[:3], dict(top_k=2)
@@ -195,13 +198,13 @@ def test_streams_wait_for_what_they_read_and_for_nothing_else(monkeypatch):
     y = two_batch(*phases, meanwhile=lambda: streams.launch("meanwhile", draw(5, 1)))(draw(5, 1))
     streams.launch("after", y)
     chain = ["before", "send 3", "compute 3", "fetch 3", "after"]
-    for first, then in [*zip(chain, chain[1:], strict=False), ("compute 3", "compute 2")]:
+    for first, then in [*pairwise(chain), ("compute 3", "compute 2")]:
         assert streams.ordered(first, then), (first, then)
     for first, then in [("before", "send 2"), ("send 2", "compute 2"), ("compute 2", "fetch 2")]:
         assert streams.ordered(first, then), (first, then)
     assert streams.ordered("fetch 2", "after") and streams.ordered("meanwhile", "after")
     side = ["send 3", "send 2", "fetch 3", "fetch 2"]  # share what a transport keeps
-    assert all(streams.ordered(*pair) for pair in zip(side, side[1:], strict=False))
+    assert all(streams.ordered(*pair) for pair in pairwise(side))
     for one, other in [("compute 3", "send 2"), ("fetch 3", "compute 2")]:
         assert streams.together(one, other), (one, other)
     assert streams.together("meanwhile", "send 3") and streams.together("meanwhile", "send 2")
@@ -235,9 +238,9 @@ def test_what_is_recomputed_is_recomputed_before_any_of_it_is_differentiated():
 
 
 def test_the_fastest_is_chosen_and_all_times_are_given():
-    choice = choose({"slow": time.sleep, "fast": lambda seconds: time.sleep(seconds / 4)}, 8e-3, rounds=3)
+    choice = choose({"slow": time.sleep, "fast": lambda seconds: time.sleep(seconds / 20)}, 0.04, rounds=3)
     assert choice.name == "fast" and list(choice.seconds) == ["slow", "fast"]
-    assert choice.seconds["slow"] >= 8e-3 > choice.seconds["fast"] >= 2e-3
+    assert choice.seconds["slow"] >= 0.04 > choice.seconds["fast"] >= 0.002
     assert str(choice).startswith("fast is fastest: slow ") and str(choice).endswith(" ms")
 
 
@@ -246,10 +249,10 @@ def test_functions_take_turns_and_their_first_calls_are_not_timed():
 
     def fn(name, seconds):
         calls.append(name)
-        time.sleep(seconds if calls.count(name) > 1 else 0.05)
+        time.sleep(seconds if calls.count(name) > 1 else 0.2)
 
     choice = choose({name: partial(fn, name) for name in "ab"}, seconds=1e-3, rounds=3)
-    assert "".join(calls) == "ab" * 4 and max(choice.seconds.values()) < 0.05
+    assert "".join(calls) == "ab" * 4 and max(choice.seconds.values()) < 0.2
 
 
 def test_of_equals_the_first_is_chosen(monkeypatch):
@@ -262,22 +265,5 @@ def test_nothing_to_time_is_refused():
         choose({})
     with refuses("choose needs a function and rounds >= 1, got ['none'] and rounds=0"):
         choose({"none": int}, rounds=0)
-    with refuses("choose needs values to time its functions on"):
+    with refuses("choose needs values to time functions on"):
         choose({"none": torch.exp}, torch.ones(2, device="meta"))
-
-
-def test_the_fastest_is_found_by_the_first_call_and_a_single_one_is_not_timed():
-    calls, said = [], []
-
-    def fn(name, x):
-        calls.append(name)
-        time.sleep(dict(slow=5e-3, fast=0)[name])
-        return name, x
-
-    run = fastest({name: partial(fn, name) for name in ("slow", "fast")}, rounds=2, report=said.append)
-    assert run(1) == ("fast", 1) and run(2) == ("fast", 2)
-    assert calls == ["slow", "fast"] * 3 + ["fast"] * 2
-    assert [choice.name for choice in said] == ["fast"]
-    calls.clear()
-    assert fastest({"slow": partial(fn, "slow")}, report=said.append)(x=3) == ("slow", 3)
-    assert calls == ["slow"] and len(said) == 1
