@@ -10,6 +10,7 @@ from moekit import (
     mesh as mesh,
     model as model,
     optim as optim,
+    overlap as overlap,
     precision as precision,
     random as random,
     schedules as schedules,

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
@@ -10,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moekit._dispatch import Via, combine, dispatch
+from moekit._dispatch import Dispatched, Via, combine, dispatch
 from moekit._experts import Kernels, expert_forward, experts_over_tokens
 from moekit._low_dense import low_feed_forward
 from moekit._policy import BF16, Precision, check_payload
@@ -19,8 +20,10 @@ from moekit._route import Routing, route
 from moekit._rowwise import rowwise
 from moekit.kernels import check_shapes, choose_products, elementwise
 from moekit.kernels.feed_forward import feed_forward as dense
-from moekit.kernels.permute import OneRank, expert_slots
+from moekit.kernels.permute import OneRank, count_experts, expert_slots
+from moekit.kernels.quantize import Quantized
 from moekit.mesh import local
+from moekit.overlap import Overlap, beside, two_batch
 from moekit.tree import check_names, check_not_hollow
 
 
@@ -33,6 +36,7 @@ def moe(
     kernels: Kernels = "auto",
     precision: Precision | Rounded = BF16,
     grad_into: TensorDict | Mapping[str, Tensor] | None = None,
+    overlap: Overlap = "none",
     mesh: DeviceMesh | None = None,
     **route_options: Any,
 ) -> tuple[Float[Tensor, "t d"], Routing]:
@@ -53,6 +57,13 @@ def moe(
         As for :func:`moekit.dispatch`.
     kernels, precision, grad_into
         As for :func:`moekit.expert_forward`.
+    overlap : {"none", "two_batch", "shared"}
+        What runs beside what on CUDA, which need not be faster (:mod:`moekit.overlap`); elsewhere the same is
+        computed in turn. ``"two_batch"``: one half of the tokens travels while the experts compute the other,
+        and the shared expert while the first half is on its way. All tokens are routed at once; a ``via``
+        with a capacity, though, has its room for each half. Rows are kept and copied as by
+        :func:`moekit.dispatch` and :func:`moekit.combine`. ``"shared"``: the shared expert beside all else;
+        the sum with it is rounded once more where kernels would fuse it.
 
     Returns
     -------
@@ -64,21 +75,28 @@ def moe(
     ------
     ValueError
         From the functions that it is made of, for sizes that do not fit or options unknown to them; for
-        parameters that are missing.
+        parameters that are missing, among them those of a shared expert that ``overlap`` names.
     """
     check_names("moe", "params", params, "router", "experts")
     check_names("moe", "experts", params["experts"], "gate_up", "down")
+    if overlap not in get_args(Overlap):
+        raise ValueError(f"moe needs overlap 'none', 'two_batch' or 'shared', got {overlap!r}")
     low = Rounded.of(precision)
     check_payload("moe", low.policy, getattr(via, "payload", None))
+    if overlap == "shared":
+        options = dict(top_k=top_k, via=via, grad_into=grad_into, mesh=mesh, **route_options)
+        return _beside_shared(params, x, low, kernels, options)
     products = choose_products("moe", kernels, len(x) * top_k, local(params["experts"]["gate_up"]))
     routing = route(params["router"], x, top_k=top_k, kernels=elementwise(kernels), **route_options)
-    experts, base = params["experts"], None
+    experts, shared = params["experts"], None
     if "shared" in params.keys():
-        of_shared = low.part("shared", low.tokens)
-        base = feed_forward(params["shared"], x, kernels=elementwise(kernels), precision=of_shared)
-        check_shapes("moe", **{"what the shared expert gives": (base, x.shape)})
+        shared = partial(_shared_expert, x, params["shared"], low.tokens, low, kernels)
     alone = mesh is None or (mesh.ndim == 1 and mesh.size() == 1)  # dispatch refuses a mesh of more axes
     own: dict[str, Any] = dict(precision=low.part("experts"), grad_into=grad_into)
+    if overlap == "two_batch":
+        y, dropped = _in_two_batches(x, routing, experts, shared, own, kernels, via, mesh)
+        return y, replace(routing, dropped=dropped)
+    base = None if shared is None else shared()
     options: dict[str, Any] = dict(base=base, products=products, **own)
     if isinstance(via, rowwise):
         via.check_mesh(mesh)
@@ -101,6 +119,56 @@ def _through(via: rowwise, experts: Any, x: Tensor, routing: Routing, options: d
     places, offsets, dropped = via.plan(routing)
     y = experts_over_tokens(experts, x, places, routing.weights, offsets, exchange=via, **options)
     return y, dropped
+
+
+@torch.compiler.disable()
+def _in_two_batches(
+    x: Tensor,
+    routing: Routing,
+    experts: Any,
+    shared: Any,
+    own: dict,
+    kernels: Kernels,
+    via: Via | None,
+    mesh: DeviceMesh | None,
+) -> tuple[Tensor, Tensor | None]:
+    dropped: list[Tensor] = []
+    options: dict[str, Any] = dict(kernels=elementwise(kernels))
+
+    def send(x: Tensor, ids: Tensor, weights: Tensor, logits: Tensor, scores: Tensor) -> Dispatched:
+        counts = count_experts(ids, routing.n_experts, **options)
+        half = Routing(weights=weights, expert_ids=ids, counts=counts, logits=logits, scores=scores)
+        return dispatch(x, half, via=via, mesh=mesh, **options)
+
+    def compute(sent: Dispatched) -> tuple[Tensor, Dispatched]:
+        dropped.extend([] if sent.dropped is None else [sent.dropped])
+        return expert_forward(experts, sent.rows, sent.offsets, kernels=kernels, **own), sent
+
+    run = two_batch(send, compute, lambda out: combine(*out), meanwhile=shared)
+    y = run(x, routing.expert_ids, routing.weights, routing.logits, routing.scores)
+    return y, torch.stack(dropped).sum(0) if dropped else None
+
+
+@torch.compiler.disable()
+def _beside_shared(
+    params: Mapping[str, Any], x: Tensor, low: Rounded, kernels: Kernels, options: dict[str, Any]
+) -> tuple[Tensor, Routing]:
+    check_names("moe", 'params for overlap="shared"', params, "shared")
+    # Views, so that weights' gradients are complete on this stream, where hooks of the weights run.
+    weights = {name: (w := local(p)).view_as(w) for name, p in params["shared"].items()}
+    take = beside(_shared_expert, x, weights, low.tokens, low, kernels)
+    routed = {name: params[name] for name in ("router", "experts")}
+    y, routing = moe(routed, x, kernels=kernels, precision=low, **options)
+    return y + take(), routing
+
+
+def _shared_expert(
+    x: Tensor, params: Mapping[str, Tensor], tokens: Quantized | None, low: Rounded, kernels: Kernels
+) -> Tensor:
+    of_shared = low.part("shared", tokens)
+    y = feed_forward(params, x, kernels=elementwise(kernels), precision=of_shared)
+    check_shapes("moe", **{"what the shared expert gives": (y, x.shape)})
+    return y
 
 
 def feed_forward(

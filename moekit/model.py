@@ -46,6 +46,7 @@ from moekit.kernels.quantize import Quantized
 from moekit.kernels.rms_norm import rms_norm as normed, rms_norm_quantized
 from moekit.losses import cross_entropy
 from moekit.mesh import local
+from moekit.overlap import Overlap
 from moekit.params import param_shapes
 from moekit.random import fold_in
 from moekit.tree import check_values, named
@@ -183,6 +184,7 @@ def transformer_block(
     wrap: Callable[[str, Callable], Callable] = lambda name, fn: fn,
     kernels: Kernels = "auto",
     precision: Precision | Rounded = BF16,
+    overlap: Overlap = "none",
     **moe_options: Any,
 ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
     """Add attention, then a feed-forward or a Mixture of Experts, each with its norms, to what came in.
@@ -202,6 +204,8 @@ def transformer_block(
     wrap : callable
         ``wrap(name, fn)`` for the parts ``"attention"`` and ``"ffn"``, each with what it adds to; see
         :func:`moekit.remat`.
+    overlap
+        As for :func:`moekit.moe`, where the block has experts.
     **moe_options
         As for :func:`moekit.moe`.
 
@@ -247,6 +251,7 @@ def transformer_block(
             top_groups=config.top_groups,
             kernels=kernels,
             precision=low.part("moe", None if tokens is None else tokens.rows()),
+            overlap=overlap,
             **moe_options,
         )
         return y.view(z.shape), routing

@@ -48,6 +48,7 @@ class Config:
     cp: int = 1  # ranks that share a row
     via: Literal["all_to_all", "rowwise"] | None = None  # how rows travel to their experts
     capacity_factor: float | None = None  # of rowwise; by default there is room for all
+    overlap: Literal["none", "two_batch"] = "none"  # one half of the tokens travels as the other computes
     attention_via: Literal["all_to_all", "all_gather"] | None = None  # over heads, or keys; by default heads
     seed: int = 0
     precision: Literal["bf16", "fp8_rowwise", "mxfp8"] = "bf16"  # of products; in eight bits where natively
@@ -89,7 +90,7 @@ def build():
     if cfg.optimize:  # what is rounded comes from the masters, and needs no memory beside
         held = dict(params=mk.precision.hollow(params, policy), state=optimizer.init(params))
 
-    block = mk.remat(mk.model.transformer_block, cfg.recompute)
+    block = mk.remat(partial(mk.model.transformer_block, overlap=cfg.overlap), cfg.recompute)
     options: dict[str, Any] = dict(config=model, assignment=cfg.assignment, block=block)
     options |= dict(via=cfg.via, attention_via=cfg.attention_via)
     if cfg.via == "rowwise":

@@ -36,19 +36,22 @@ def tokens(n, dtype, seed=0, device="cpu"):
     return torch.randn(n, D, generator=generator, dtype=dtype).to(device).requires_grad_()
 
 
-def layers(via, kernels, dtype, n_tokens, recompute, device="cpu"):
-    """Return the output of two layers, and the gradients of tokens and of all parameters."""
+def layers(via, kernels, dtype, n_tokens, recompute, device="cpu", overlap="none", room=None):
+    """Return the output of two layers, and the gradients of tokens and of all parameters.
+
+    ``room`` is the tokens of a rank that rowwise is made for, by default as many as come.
+    """
     mesh = make_mesh(device)
     n_experts = 4 * mesh.size()
     if via == "rowwise":
         sizes = dict(d_model=D, n_experts=n_experts, top_k=K, dtype=dtype)
-        via = mk.rowwise(mesh, n_tokens=max(n_tokens), kernels=kernels, **sizes)
+        via = mk.rowwise(mesh, n_tokens=room or max(n_tokens), kernels=kernels, **sizes)
     (first, a), (second, b) = (make_params(n_experts, dtype, seed, device) for seed in range(2))
     x = tokens(n_tokens[dist.get_rank()], dtype, device=device)
 
     def layer(x, params):
         run = {"torch": "loop"}.get(kernels, kernels)
-        return x + mk.moe(params, x, top_k=K, via=via, kernels=run, mesh=mesh)[0]
+        return x + mk.moe(params, x, top_k=K, via=via, kernels=run, overlap=overlap, mesh=mesh)[0]
 
     block, y = mk.remat(layer, "block" if recompute else "none"), x
     for params in (first, second, first):
@@ -57,7 +60,7 @@ def layers(via, kernels, dtype, n_tokens, recompute, device="cpu"):
     return [z.cpu() for z in (y.detach(), *grads)]
 
 
-def hurried(fault, n_runs, device="cpu", payload=None):
+def hurried(fault, n_runs, device="cpu", payload=None, overlap="none"):
     """Return what layers give with routing that changes, ranks delayed at random at every step."""
     mesh, dtype = make_mesh(device), torch.float32
     kernels = "loop" if device == "cpu" else "auto"
@@ -87,8 +90,9 @@ def hurried(fault, n_runs, device="cpu", payload=None):
         run = []
         for seed in range(3):
             x = tokens(3 + (seed + dist.get_rank()) % 4, dtype, seed, device)
-            y = mk.moe(params, x, top_k=K, via=via, kernels=kernels, mesh=mesh)[0]
-            y = mk.moe(params, x + y, top_k=K, via=via, kernels=kernels, mesh=mesh)[0]
+            options = dict(top_k=K, via=via, kernels=kernels, overlap=overlap, mesh=mesh)
+            y = mk.moe(params, x, **options)[0]
+            y = mk.moe(params, x + y, **options)[0]
             run += [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *leaves])]
         outputs.append(run)
     return all(torch.equal(a, b) for other in outputs for a, b in zip(other, outputs[0], strict=True))

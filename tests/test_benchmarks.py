@@ -202,6 +202,7 @@ def test_no_rounds_no_device_and_more_experts_a_token_than_there_are_are_refused
     ("script", "option", "known"),
     [
         ("dispatch.py", ["--transports", "pigeon"], "'local', 'all_to_all', 'rowwise', 'deepep'"),
+        ("overlap.py", ["--transports", "pigeon"], "'local', 'all_to_all', 'rowwise'"),
         ("moe_kernels.py", ["--kernels", "cuda"], "'auto', 'torch', 'triton'"),
         ("train_step.py", ["--parts", "forward"], "'forward_backward', 'experts', 'whole_step'"),
     ],
@@ -364,6 +365,31 @@ def test_kernels_are_timed_by_the_bytes_that_they_move(tmp_path):
     assert moved == pytest.approx((1 + 4) * 32 * 16 * 2 + 32 * 4 * 8)
     assert results["scatter"]["of_copy"] > 0
     assert cfg.plot.stat().st_size > 0
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_overlap_says_what_was_hidden_and_how_long_layers_take_in_each_way(n_ranks, tmp_path):
+    options = "--shapes 16x8x4 32x16x4 --d-expert 8 --d-shared 8 --top-k 2 --rounds 1 --slot 0.001".split()
+    files = tmp_path / "overlap.json", tmp_path / "overlap.png"
+    on_ranks(n_ranks, BENCHMARKS / "overlap.py", *options, "--json", files[0], "--plot", files[1])
+    record = json.loads(files[0].read_text())
+    assert record["ranks"] == n_ranks and files[1].stat().st_size > 0
+    assert [case["title"].split(",")[0] for case in record["cases"]] == ["16x8x4", "32x16x4"]
+    for case in record["cases"]:
+        results = {r["name"]: r for r in case["results"]}
+        assert not any(r["error"] for r in results.values())
+        assert ("at once, local" in results) == (n_ranks == 1)
+        for via in ("all_to_all", "rowwise"):
+            seconds = {name: r["seconds"] for name, r in results.items()}
+            shorter = min(seconds[f"compute, {via}"], seconds[f"communicate, {via}"])
+            gained = seconds[f"in turn, {via}"] - seconds[f"at once, {via}"]
+            assert results[f"at once, {via}"]["more"]["hidden"] == pytest.approx(gained / shorter)
+            for way in ("none", "two_batch", "shared"):
+                found, none = results[f"layer {way}, {via}"], results[f"layer none, {via}"]
+                assert found["more"]["of none"] == pytest.approx(found["seconds"] / none["seconds"])
+    last = results["communicate, rowwise"]
+    moved = last["bytes_per_second"] * last["seconds"] / (16 * 4)  # rows
+    assert moved == pytest.approx(2 * (32 + 64)) if n_ranks == 1 else 0 < moved < 2 * 64
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])

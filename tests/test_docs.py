@@ -32,6 +32,13 @@ def test_the_loop_page_runs_and_its_loss_is_the_same_on_every_layout():
     check_gradients(lambda *args, mesh: loss(*args, mesh=mesh)[0], params, batch, layouts)
 
 
+def test_the_page_on_overlap_runs_and_all_its_ways_have_one_loss():
+    names = run("overlap.md")
+    losses = {way: fn(names["params"], names["batch"])[0][0] for way, fn in names["grad_fns"].items()}
+    assert losses.keys() == names["choice"].seconds.keys() == {"none", "two_batch", "shared"}
+    torch.testing.assert_close(list(losses.values()), [losses["none"]] * 3)
+
+
 def test_the_page_on_scale_runs_and_prints_what_it_shows(capsys):
     run("scale.md")
     (shown,) = re.findall(r"^```text\n(.*?)^```$", (DOCS / "scale.md").read_text(), re.M | re.S)
@@ -48,6 +55,7 @@ def test_the_page_on_scale_runs_and_prints_what_it_shows(capsys):
         "loop.md",
         "scale.md",
         "gerrymandering.md",
+        "overlap.md",
     ],
 )
 def test_the_index_lists_the_page_and_the_pages_it_links_exist(page):

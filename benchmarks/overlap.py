@@ -1,0 +1,209 @@
+r"""Does communication beside computation pay? Experts and transport alone, in turn, at once; whole layers.
+
+    torchrun --nproc-per-node 8 benchmarks/overlap.py --json docs/results/overlap_8.json
+    python benchmarks/overlap.py --shapes 16384x4096x8 --transports local rowwise
+
+For each shape and transport, forward alone: ``compute`` is the experts over rows that have arrived,
+``communicate`` is dispatch and combine without experts between them, ``in turn`` both on one stream, ``at
+once`` both on two. What is hidden is (in turn - at once) / min(compute, communicate): 1 where the shorter
+costs nothing, 0 where nothing is gained, below 0 where both at once are slower. Then forward and backward of
+a layer with a shared expert: nothing beside anything, in two batches, and the shared expert beside the rest;
+``of none`` is the time as a part of the first one's. Times are rank 0's; ranks wait for each other in each
+call that communicates. One GPU has no link: there a transport's copies alone run beside the experts.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import tyro
+from measure import (
+    COPY,
+    DENSE,
+    Candidate,
+    Column,
+    Result,
+    check_run,
+    describe,
+    environment,
+    free,
+    measure,
+    plot,
+    say,
+    sizes,
+    table,
+    write_json,
+)
+from torch import Tensor
+
+import moekit as mk
+from moekit.mesh import world_size
+from moekit.overlap import beside
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What is measured."""
+
+    shapes: tuple[str, ...] = ("16384x4096x8", "16384x4096x128", "16384x2048x128")  # TOKENSxD_MODELxEXPERTS
+    d_expert: int = 4096
+    d_shared: int = 4096
+    top_k: int = 4
+    transports: tuple[Literal["local", "all_to_all", "rowwise"], ...] = (
+        "local",
+        "all_to_all",
+        "rowwise",
+    )  # local on one rank alone
+    capacity_factor: float = 1.25  # of rowwise
+    rounds: int = 3
+    slot: float = 0.25  # seconds a candidate and round
+    json: Path | None = None
+    plot: Path | None = None
+
+
+def main(cfg: Config) -> None:
+    """Measure on all ranks at once and write what rank 0 found, after each shape."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    check_run(cfg, device)
+    shapes = [sizes(text) for text in cfg.shapes]
+    mesh = mk.make_mesh(ep=world_size())
+    ep = None if mesh is None else mesh["ep"]
+    rank, n_ranks = (0, 1) if ep is None else (ep.get_local_rank(), ep.size())
+    record: dict[str, Any] = dict(environment=environment(device), config=asdict(cfg), ranks=n_ranks)
+    record["cases"] = []
+    for text, shape in zip(cfg.shapes, shapes, strict=True):
+        results = run_shape(cfg, shape, device, ep)
+        title = f"{text}, {n_ranks} ranks"
+        say(f"{title}\n{table(results, [column('hidden'), column('of none')])}")
+        record["cases"].append(dict(title=title, results=results))
+        if rank == 0:
+            write_json(cfg.json, record)
+        free(device)
+    if rank == 0:
+        layers = {
+            case["title"]: [r for r in case["results"] if r.name.startswith("layer") or r.name == DENSE]
+            for case in record["cases"]
+        }
+        plot(cfg.plot, layers, rate="flops")
+    if mesh is not None:
+        dist.destroy_process_group()
+
+
+def column(name: str) -> Column:
+    """Return the column of a number that is found here alone."""
+    return name, lambda result: result.more.get(name), ".3f"
+
+
+def run_shape(cfg: Config, shape: tuple[int, int, int], device: str, ep: Any) -> list[Result]:
+    """Measure one shape with every transport."""
+    n_tokens, d_model, n_experts = shape
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    rank, n_ranks = (0, 1) if ep is None else (ep.get_local_rank(), ep.size())
+    torch.manual_seed(rank)
+    x = torch.randn(n_tokens, d_model, device=device, dtype=dtype)
+    params = make_layer(cfg, d_model, n_experts, n_ranks, x)
+    candidates: dict[str, Candidate] = {}
+    errors: dict[str, str] = {}
+    for name in cfg.transports:
+        if name == "local" and n_ranks > 1:
+            continue
+        try:
+            via: Any = name
+            half: Any = name
+            if name == "rowwise":
+                options: dict[str, Any] = dict(d_model=d_model, n_experts=n_experts, top_k=cfg.top_k)
+                options |= dict(dtype=dtype, capacity_factor=cfg.capacity_factor, device=device)
+                via, half = (mk.rowwise(ep, n_tokens=n, **options) for n in (n_tokens, -(-n_tokens // 2)))
+            candidates |= parts(cfg, name, via, params, x, ep)
+            vias = dict(none=via, two_batch=half, shared=via)
+            candidates |= layers(cfg, name, vias, params, x, ep)
+        except Exception as e:
+            errors[name] = describe(e)
+    results = measure(candidates, device=device, errors=errors, rounds=cfg.rounds, slot=cfg.slot)
+    results = [r for r in results if r.name != COPY]
+    seconds = {r.name: r.seconds for r in results if r.seconds}
+    for result in results:
+        kind, _, name = result.name.partition(", ")
+        if result.seconds and kind == "at once" and f"in turn, {name}" in seconds:
+            shorter = min(seconds[f"compute, {name}"], seconds[f"communicate, {name}"])
+            result.more["hidden"] = (seconds[f"in turn, {name}"] - result.seconds) / shorter
+        if result.seconds and (none := seconds.get(f"layer none, {name}")) and kind.startswith("layer"):
+            result.more["of none"] = result.seconds / none
+    return results
+
+
+def make_layer(cfg: Config, d: int, n_experts: int, n_ranks: int, x: Tensor) -> dict[str, Any]:
+    """Return a layer's parameters as a rank holds them, the router alike on all ranks."""
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(shape, device=x.device, dtype=x.dtype) * shape[-2] ** -0.5).requires_grad_()
+
+    e, h, s = n_experts // n_ranks, cfg.d_expert, cfg.d_shared
+    router = torch.randn(d, n_experts, generator=torch.Generator().manual_seed(0)) * d**-0.5
+    return dict(
+        router=router.to(x.device).requires_grad_(),
+        experts=dict(gate_up=normal(e, d, 2 * h), down=normal(e, h, d)),
+        shared=dict(gate_up=normal(d, 2 * s), down=normal(s, d)),
+    )
+
+
+def parts(
+    cfg: Config, name: str, via: Any, params: dict[str, Any], x: Tensor, ep: Any
+) -> dict[str, Candidate]:
+    """Return the experts and the transport: each alone, in turn and at once."""
+    with torch.no_grad():
+        routing = mk.route(params["router"], x, top_k=cfg.top_k)
+        arrived = mk.dispatch(x, routing, via=via, mesh=ep)
+    per_rank = routing.n_experts // (1 if ep is None else ep.size())
+    away = routing.expert_ids // per_rank != (0 if ep is None else ep.get_local_rank())
+    row, n_rows = x.shape[1] * x.element_size(), routing.expert_ids.numel()
+    # There and back; where a rank is alone, what is read and written on the way.
+    moved = 2 * (int(away.sum()) * row if ep is not None and ep.size() > 1 else (len(x) + n_rows) * row)
+    flops = 6 * n_rows * x.shape[1] * cfg.d_expert
+
+    @torch.no_grad()
+    def compute() -> None:
+        mk.expert_forward(params["experts"], arrived.rows, arrived.offsets)
+
+    @torch.no_grad()
+    def communicate(x: Tensor) -> Tensor:
+        sent = mk.dispatch(x, routing, via=via, mesh=ep)
+        return mk.combine(sent.rows, sent)
+
+    def in_turn() -> None:
+        communicate(x)
+        compute()
+
+    def at_once() -> None:
+        take = beside(communicate, x, urgent=True)
+        compute()
+        take()
+
+    return {
+        f"compute, {name}": Candidate(run=compute, flops=flops),
+        f"communicate, {name}": Candidate(run=partial(communicate, x), bytes=moved),
+        f"in turn, {name}": Candidate(run=in_turn),
+        f"at once, {name}": Candidate(run=at_once),
+    }
+
+
+def layers(
+    cfg: Config, name: str, vias: dict[str, Any], params: dict[str, Any], x: Tensor, ep: Any
+) -> dict[str, Candidate]:
+    """Return forward and backward of a layer with a shared expert, in each way and over its transport."""
+    leaves = [params["router"], *params["experts"].values(), *params["shared"].values()]
+    tokens, grad = x.clone().requires_grad_(), torch.randn_like(x)
+
+    def step(overlap: Any) -> None:
+        y, _ = mk.moe(params, tokens, top_k=cfg.top_k, via=vias[overlap], overlap=overlap, mesh=ep)
+        torch.autograd.grad(y, [tokens, *leaves], grad)
+
+    flops = 18 * x.numel() * (cfg.top_k * cfg.d_expert + cfg.d_shared)
+    return {f"layer {how}, {name}": Candidate(run=partial(step, how), flops=flops) for how in vias}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

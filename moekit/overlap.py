@@ -1,0 +1,273 @@
+"""Communication beside computation, and the measurement that says whether it pays.
+
+On CUDA what runs beside is launched on a stream of its own: it shares the device's processors and memory with
+what the caller's stream runs, so a step may get slower (docs/overlap.md). Autograd runs a backward on the
+stream of its forward, so what was beside in one is in the other. Where there are no streams, on CPUs, the
+same functions run one after the other and give the same values.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed._functional_collectives as fc
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from moekit.tree import has_values
+
+Overlap = Literal["none", "two_batch", "shared"]
+
+
+# --- Transforms -----------------------------------------------------------------------
+
+
+def beside(fn: Callable, *args: Any, urgent: bool = False) -> Callable[[], Any]:
+    """Start ``fn(*args)`` beside what comes next, and return the function that waits for its result.
+
+    The wait is the device's, not the host's. Differentiable as ``fn`` is, and its backward runs beside others
+    likewise.
+
+    Parameters
+    ----------
+    fn, *args
+        Tensors among ``args``, in any nesting, are kept from being overwritten while ``fn`` or its backward
+        reads them; others that it reads must live as long, as parameters do. The first one's device counts.
+    urgent : bool
+        Whether its kernels go first where both streams wait for room on the device, as communication should.
+
+    Returns
+    -------
+    callable
+        ``take() -> result``, to be called on the stream that reads the result.
+
+    Raises
+    ------
+    ValueError
+        When there is no tensor among ``args``.
+
+    Examples
+    --------
+    >>> take = beside(torch.mul, torch.ones(2), 3.0)
+    >>> take()
+    tensor([3., 3.])
+    """
+    device = next((x.device for x in tree_leaves(args) if isinstance(x, Tensor)), None)
+    if device is None:
+        raise ValueError("beside needs a tensor among the arguments, whose device says where, got none")
+    take = _start(fn, args, _side_stream(device, urgent), _now(device))
+    return lambda: _joined(take())
+
+
+def two_batch(
+    send: Callable, compute: Callable, fetch: Callable, *, meanwhile: Callable[[], Tensor] | None = None
+) -> Callable:
+    """Return ``fetch(compute(send(*tokens)))`` of two halves of the tokens, one travelling as one computes.
+
+    ``send`` and ``fetch`` of either half run beside ``compute`` of the other, in the backward too; what is
+    computed stays on the caller's stream, in one order. Pure and differentiable as the three are. Collective
+    as they are: each is called twice, in one order on all ranks, also without tokens.
+
+    What ``send`` and ``fetch`` do is in one order too, so both halves can share what a transport keeps
+    between its calls, as buffers. A ``send`` that waits on the host, as :func:`moekit.dispatch` via
+    ``"all_to_all"`` does for its counts, delays all that is launched after it: the second half's waits until
+    the first half's rows have come, which the first half's ``compute`` needs anyway.
+
+    Parameters
+    ----------
+    send, compute, fetch : callable
+        ``send(*tokens)`` of half the tokens, ``compute`` of what ``send`` returned, ``fetch`` of what
+        ``compute`` did, which returns a tensor of as many rows as there were tokens. Trees of tensors may
+        pass between them.
+    meanwhile : callable, optional
+        ``meanwhile()`` of all tokens, added to the result: it is computed while the first half travels.
+
+    Returns
+    -------
+    callable
+        ``run(*tokens)``: tensors of one length, of which the first half gets the larger part.
+
+    Examples
+    --------
+    >>> run = two_batch(lambda x: x + 1, lambda x: 2 * x, lambda x: x - 1)
+    >>> run(torch.arange(3))
+    tensor([1, 3, 5])
+    """
+
+    def run(*tokens: Tensor) -> Tensor:
+        n, device = len(tokens[0]), tokens[0].device
+        side, there = _side_stream(device, urgent=True), _now(device)
+        halves = zip(*(x.split([n - n // 2, n // 2]) for x in tokens), strict=True)
+        # Before a send, which may hold the host up.
+        more = None if meanwhile is None else meanwhile()
+        sent = [_start(send, half, side, there) for half in halves]
+        home = []
+        while sent:
+            out = compute(sent.pop(0)())
+            home.append(_start(fetch, (out,), side, _now(device)))
+            del out
+        y = torch.cat([_joined(take()) for take in home])
+        return y if more is None else y + more
+
+    return run
+
+
+# --- Measurement ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Which function was fastest, and the seconds of a call of each, on the slowest rank."""
+
+    name: str
+    seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{name} {1e3 * seconds:.3f} ms" for name, seconds in self.seconds.items())
+        return f"{self.name} is fastest: {times}"
+
+
+def choose(
+    functions: Mapping[str, Callable],
+    *args: Any,
+    rounds: int = 5,
+    mesh: DeviceMesh | None = None,
+    **kwargs: Any,
+) -> Choice:
+    """Time functions on the caller's own arguments, and say which is fastest.
+
+    They take turns, after a call of each that is not timed, as it may compile. A function's time is the
+    median of its calls; of several ranks, the slowest's counts. What they return is dropped, so they should
+    change nothing: pass a function of loss and gradients, not a whole step.
+
+    Collective over ``mesh``, whose ranks all get the same answer, besides what the functions themselves do.
+    The host waits once, at the end.
+
+    Parameters
+    ----------
+    functions : mapping
+        By name. Of equals the first wins.
+    *args, **kwargs
+        What each is called with.
+    rounds : int
+        Timed calls of each.
+    mesh : DeviceMesh, optional
+        All ranks that call this; any axes.
+
+    Returns
+    -------
+    Choice
+
+    Raises
+    ------
+    ValueError
+        Without functions or rounds, and for tensors without values, as in a dry run.
+
+    Examples
+    --------
+    >>> choose({"slow": lambda s: time.sleep(s), "fast": lambda s: None}, 1e-3).name
+    'fast'
+    """
+    if not functions or rounds < 1:
+        raise ValueError(f"choose needs a function and rounds >= 1, got {list(functions)} and {rounds=}")
+    if not all(has_values(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
+        raise ValueError("choose needs values to time functions on, got tensors without; name one of them")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device if mesh is None else mesh.device_type
+    for fn in functions.values():
+        fn(*args, **kwargs)
+    marks: dict[str, list[tuple]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, fn in functions.items():
+            start = _mark(device)
+            fn(*args, **kwargs)
+            marks[name].append((start, _mark(device)))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    times = [statistics.median(_between(*pair) for pair in pairs) for pairs in marks.values()]
+    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+    for axis in range(0 if mesh is None else mesh.ndim):
+        slowest = fc.wait_tensor(fc.all_reduce(slowest, "max", (mesh, axis)))
+    seconds = dict(zip(functions, slowest.tolist(), strict=True))
+    return Choice(name=min(seconds, key=seconds.__getitem__), seconds=seconds)
+
+
+def _mark(device: str) -> Any:
+    if device != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(start: Any, end: Any) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+
+
+# --- Streams --------------------------------------------------------------------------
+
+
+@functools.cache  # the allocator keeps memory for each stream, so they are few and live on
+def _side_stream(device: torch.device, urgent: bool) -> Any:
+    """Return the stream beside the caller's; None where there are none."""
+    return torch.cuda.Stream(device, priority=-urgent) if device.type == "cuda" else None
+
+
+def _now(device: torch.device) -> Any:
+    """Return an event of the caller's stream: what has been launched there."""
+    return None if _side_stream(device, False) is None else torch.cuda.current_stream(device).record_event()
+
+
+def _start(fn: Callable, args: tuple, side: Any, after: Any) -> Callable[[], Any]:
+    """Launch ``fn(*args)`` on ``side`` after an event; the stream that asks for the result waits for it."""
+    if side is None:
+        out = fn(*args)
+        return lambda: out
+    side.wait_event(after)
+    _is_read_on(side, args)
+    with torch.cuda.stream(side):
+        out = fn(*args)
+        done = side.record_event()
+
+    def take() -> Any:
+        here = torch.cuda.current_stream(side.device)
+        here.wait_event(done)
+        _is_read_on(here, out)
+        return out
+
+    return take
+
+
+def _is_read_on(stream: Any, tree: Any) -> None:
+    """Keep a tree's memory from others until ``stream`` has done with it, in the backward too."""
+    for x in tree_leaves(tree):
+        if isinstance(x, Tensor) and x.is_cuda:
+            x.record_stream(stream)
+
+
+def _joined(tree: Any) -> Any:
+    """Return a tree whose backward begins on this stream."""
+    return tree_map_only(Tensor, lambda x: _Joined.apply(x) if x.is_cuda and x.requires_grad else x, tree)
+
+
+class _Joined(torch.autograd.Function):
+    """The identity. Where a forward is recomputed, its backward is what asks for that first.
+
+    So it is recomputed on the caller's stream, as the forward was computed; else on that of whichever node
+    reads a saved tensor first, of which the others, on other streams, know nothing.
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.new_empty(0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        _ = ctx.saved_tensors
+        return grads[0]
