@@ -80,6 +80,17 @@ def test_a_replay_gives_the_same_counts_to_the_token_in_any_micro_batches(n):
     assert not torch.equal(step(OTHERS, BATCH)[1]["counts"], stats["counts"])
 
 
+def test_nothing_that_records_or_replays_reads_a_value():
+    config = replace(CONFIG, d_expert=8, d_shared=0)
+    params = mk.init_params(config, dtype=torch.bfloat16, device="meta")  # which have none
+    batch, kept = BATCH.to("meta"), []
+    for block in (keep_routing(mk.model.transformer_block, kept), mk.model.transformer_block):
+        loss = partial(mk.next_token_loss, config=config, block=block)
+        mk.accumulate(mk.value_and_grad(loss, has_aux=True), 2)(params, batch)
+        batch = replace(batch, expert_ids=record_step(kept, batch, config=config).expert_ids[0])
+    assert batch.expert_ids.is_meta
+
+
 def test_a_replay_of_what_routers_choose_changes_neither_loss_nor_gradients():
     value, _, grads = step(PARAMS, BATCH)
     again, _, same = step(PARAMS, replay(record()[0], 0, BATCH), n=2)
