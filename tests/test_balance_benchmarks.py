@@ -118,7 +118,13 @@ def test_kernels_move_the_rows_of_a_routing(recording, tmp_path, monkeypatch):
     assert counted[0].tolist() == torch.bincount(ids.flatten(), minlength=8).tolist()
 
 
-def test_transports_carry_a_skewed_load_and_say_what_was_dropped(tmp_path, capsys):
+def test_transports_carry_a_skewed_load_and_say_what_was_dropped(tmp_path, capsys, monkeypatch):
+    told = {"route": [], "moe": []}
+    for name, kept in told.items():
+        fn = getattr(mk, name)
+        monkeypatch.setattr(
+            mk, name, lambda *a, f=fn, to=kept, **kw: to.append(kw["expert_ids"]) or f(*a, **kw)
+        )
     cfg = dispatch.Config(
         tokens=32, d_model=16, d_expert=8, n_experts=8, map_experts=16, capacity_factor=0.5,
         routing="dirichlet:0.3", json=tmp_path / "dispatch.json", **QUICK,
@@ -129,6 +135,8 @@ def test_transports_carry_a_skewed_load_and_say_what_was_dropped(tmp_path, capsy
     assert record["dropped"] == pytest.approx(0.5) and record["rows_max_over_mean"] == 1.0  # one rank
     assert record["config"]["routing"] == "dirichlet:0.3"
     assert "50.0% are dropped by rowwise" in capsys.readouterr().out
+    ids = expert_ids("dirichlet:0.3", 32, **SIZES)[0]
+    assert told["route"] and told["moe"] and all(torch.equal(x, ids) for kept in told.values() for x in kept)
 
 
 def test_a_row_map_of_other_experts_than_recorded_is_listed_with_the_reason(recording, tmp_path):

@@ -170,8 +170,8 @@ def replay(recording: Recording, step: int, batch: Batch) -> Batch:
 
     Pure; no communication. The rows are found by their samples, so the batch may be that of any rank of any
     layout, or part of it (:func:`moekit.context.split_context`), and may be split into any micro-batches
-    afterwards; one that a step holds twice goes where its first did. :func:`moekit.next_token_loss` then routes as recorded; a loop passes no biases, key or
-    assignment.
+    afterwards; a sample that a step holds twice goes where its first did. :func:`moekit.next_token_loss` then
+    routes as recorded; a loop passes no biases, key or assignment.
 
     Parameters
     ----------
