@@ -1,10 +1,13 @@
 """What benchmarks of bench-8L share: the model, its batches, moekit's gradients and step, their timing."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from einops import rearrange
 from measure import Candidate, Result, describe, free, measure, say
+from routing import expert_ids
 from tensordict import TensorDict
 
 import moekit as mk
@@ -18,20 +21,32 @@ def make_model(n_experts: int, *, seq_len: int, toy: bool) -> mk.ModelConfig:
     return config.toy(model, n_experts=n_experts) if toy else model
 
 
-def make_batch(model: mk.ModelConfig, n_sequences: int, *, seq_len: int, device: str) -> mk.batch.Batch:
-    """Return rows of one document each."""
+def make_batch(
+    model: mk.ModelConfig, n_sequences: int, *, seq_len: int, device: str, routing: str = "random"
+) -> mk.batch.Batch:
+    """Return rows of one document each, with the experts that they go to where ``routing`` says so."""
     tokens = torch.randint(model.vocab_size, (n_sequences, seq_len + 1), device=device)
     ids = torch.arange(n_sequences, device=device)
-    return mk.count_tokens(mk.batch.make_batch(tokens, torch.zeros_like(tokens), ids))
+    batch = mk.count_tokens(mk.batch.make_batch(tokens, torch.zeros_like(tokens), ids))
+    sizes: dict[str, Any] = dict(n_experts=model.n_experts, top_k=model.top_k, n_layers=model.n_moe_layers)
+    routes = expert_ids(routing, n_sequences * seq_len, device=device, **sizes)
+    if routes is None:
+        return batch
+    return replace(batch, expert_ids=rearrange(routes, "l (b s) k -> b l s k", s=seq_len))
 
 
 def our_loss(model: mk.ModelConfig, *, device: str) -> Callable:
-    """Return ``loss(params, batch, **options)`` of moekit, routed at random, alike in every call."""
-    key = mk.random.make_key(0, device)
-    fixed: dict[str, Any] = dict(assignment="random", key=key, attend_across_documents=True)
-    return lambda params, batch, **options: mk.next_token_loss(
-        params, batch, config=model, **fixed, **options
-    )[0]
+    """Return ``loss(params, batch, **options)`` of moekit, routed as the batch says, or at random.
+
+    Alike in every call.
+    """
+    at_random: dict[str, Any] = dict(assignment="random", key=mk.random.make_key(0, device))
+
+    def loss(params: TensorDict, batch: mk.batch.Batch, **options: Any) -> torch.Tensor:
+        options |= at_random if batch.expert_ids is None else {}
+        return mk.next_token_loss(params, batch, config=model, attend_across_documents=True, **options)[0]
+
+    return loss
 
 
 def our_gradients(

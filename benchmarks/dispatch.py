@@ -3,11 +3,12 @@ r"""How fast rows travel: each transport against the link, the row map, and a la
     python benchmarks/dispatch.py --json docs/results/dispatch.json            # one GPU
     torchrun --nproc-per-node 2 benchmarks/dispatch.py --json docs/results/dispatch_2.json
 
-Every rank sends the rows of tokens that are routed at random, and gets them back summed: by the parts of
-``rowwise`` (``put`` to ``barrier``), then by :func:`moekit.dispatch` and :func:`moekit.combine` under each
-transport. On one GPU the ceiling is a device copy of the same bytes. On several it is what each rank copies
-into the next one's memory while the one before does the same to it, and only rows that leave a rank count. A
-layer is forward and backward of :func:`moekit.moe`; its rate is that of its products.
+Every rank sends the rows of tokens that are routed at random, or as ``--routing`` says (see
+benchmarks/routing.py), and gets them back summed: by the parts of ``rowwise`` (``put`` to ``barrier``), then
+by :func:`moekit.dispatch` and :func:`moekit.combine` under each transport. On one GPU the ceiling is a device
+copy of the same bytes. On several it is what each rank copies into the next one's memory while the one before
+does the same to it, and only rows that leave a rank count. A layer is forward and backward of
+:func:`moekit.moe`; its rate is that of its products, of rows that are dropped, too.
 
 What is timed alone (``put``, ``get``, ``row map``) is replayed from a CUDA graph, without barriers; ``send``
 and ``fetch`` have theirs. What cannot be set up, as a transport that is not installed, is listed with the
@@ -35,9 +36,11 @@ from measure import (
     table,
     write_json,
 )
+from routing import expert_ids, parse_routing
 from torch import Tensor
 
 import moekit as mk
+from moekit import balance
 from moekit.kernels.one_sided import get_sum, put
 from moekit.kernels.row_map import row_map
 from moekit.mesh import world_size
@@ -55,6 +58,7 @@ class Config:
     n_experts: int = 8  # over all ranks
     top_k: int = 4
     capacity_factor: float = 1.25
+    routing: str = "random"  # see benchmarks/routing.py; of each rank other tokens
     map_experts: int = 128  # of the row map
     map_ranks: int = 8
     transports: tuple[Literal["local", "all_to_all", "rowwise", "deepep"], ...] = (
@@ -81,6 +85,7 @@ def main(cfg: Config) -> None:
             f"--top-k needs to be from 1 to the number of experts, {cfg.n_experts} of the layer and "
             f"{cfg.map_experts} of the row map, got {cfg.top_k}"
         )
+    parse_routing(cfg.routing)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     mesh = mk.make_mesh(ep=world_size())
     ep = None if mesh is None else mesh["ep"]
@@ -93,8 +98,10 @@ def main(cfg: Config) -> None:
         capacity_factor=cfg.capacity_factor, device=device,
     )  # fmt: skip
     calls = cfg.calls if device == "cuda" else 1
-    routing = mk.route(params["router"].detach(), x, top_k=cfg.top_k)
-    places = via.plan(routing).places
+    ids = drawn(cfg, cfg.n_experts, device, rank=rank)
+    routing = mk.route(params["router"].detach(), x, top_k=cfg.top_k, expert_ids=ids)
+    places, _, dropped = via.plan(routing)
+    load = mk.mesh.sum_over_ranks(dict(rows=routing.counts, dropped=dropped), mesh=mesh)
     moved = bytes_moved(via, places, x)
     transports = {
         name: via if name == "rowwise" else name for name in cfg.transports if name != "local" or size == 1
@@ -102,9 +109,9 @@ def main(cfg: Config) -> None:
     errors: dict[str, str] = {}
     candidates = {
         **rows(via, routing, places, x, moved, calls),
-        **maps(cfg, device, calls),
+        **maps(cfg, device, calls, errors),
         **travel(transports, routing, x, ep, moved, errors),
-        **layers(cfg, transports, params, x, ep),
+        **layers(cfg, transports, params, x, ids, ep),
     }
     for name, candidate in candidates.items():
         if candidate.calls > 1:
@@ -121,12 +128,30 @@ def main(cfg: Config) -> None:
             result.of_copy = result.bytes_per_second and link and result.bytes_per_second / link
     if rank == 0:
         title = f"{size} ranks, {cfg.tokens} tokens each of width {cfg.d_model}, E = {cfg.n_experts}"
-        say(f"{title}\n{table(results)}")
+        of_ranks = balance.rank_load(load["rows"], size)
+        uneven = dict(
+            rows_max_over_mean=balance.evenness(of_ranks).max_over_mean.item(),
+            dropped=(load["dropped"].sum() / load["rows"].sum()).item(),
+        )
+        say(
+            f"{title}: the fullest rank gets {uneven['rows_max_over_mean']:.2f} times the mean of rows, "
+            f"{uneven['dropped']:.1%} are dropped by rowwise\n{table(results)}"
+        )
         record: dict[str, Any] = dict(environment=environment(device), config=asdict(cfg), ranks=size)
+        record |= uneven
         write_json(cfg.json, record | dict(results=results))
         plot(cfg.plot, {title: results}, rate="bytes")
     if mesh is not None:
         dist.destroy_process_group()
+
+
+def drawn(cfg: Config, n_experts: int, device: str, *, rank: int = 0) -> Tensor | None:
+    """Return the experts that a rank's tokens go to, where ``--routing`` says so."""
+    first = rank * cfg.tokens
+    ids = expert_ids(
+        cfg.routing, cfg.tokens, n_experts=n_experts, top_k=cfg.top_k, device=device, first=first
+    )
+    return None if ids is None else ids[0]
 
 
 def make_layer(cfg: Config, size: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -196,21 +221,35 @@ def travel(
     return found
 
 
-def maps(cfg: Config, device: str, calls: int) -> Candidates:
+def maps(cfg: Config, device: str, calls: int, errors: dict[str, str]) -> Candidates:
     """Return the row map of one rank of many, from counts that are there."""
-    ids = torch.rand(cfg.tokens, cfg.map_experts, device=device).topk(cfg.top_k).indices
+    name = f"row map, E = {cfg.map_experts}, {cfg.map_ranks} ranks"
+    try:
+        ids = drawn(cfg, cfg.map_experts, device)
+    except ValueError as e:  # a recording has the layer's number of experts, or this one
+        errors[name] = describe(e)
+        return {}
+    if ids is None:
+        ids = torch.rand(cfg.tokens, cfg.map_experts, device=device).topk(cfg.top_k).indices
     mine = torch.bincount(ids.flatten(), minlength=cfg.map_experts)
     run = partial(row_map, ids, mine.repeat(cfg.map_ranks, 1), rank=0, capacity=ids.numel())
-    return {f"row map, E = {cfg.map_experts}, {cfg.map_ranks} ranks": Candidate(run=run, calls=calls)}
+    return {name: Candidate(run=run, calls=calls)}
 
 
-def layers(cfg: Config, transports: dict[str, Any], params: dict[str, Any], x: Tensor, ep: Any) -> Candidates:
+def layers(
+    cfg: Config,
+    transports: dict[str, Any],
+    params: dict[str, Any],
+    x: Tensor,
+    ids: Tensor | None,
+    ep: Any,
+) -> Candidates:
     """Return forward and backward of a layer under each transport."""
     leaves = [params["router"], *params["experts"].values()]
     tokens, grad = x.clone().requires_grad_(), torch.randn_like(x)
 
     def step(via: Any) -> None:
-        y, _ = mk.moe(params, tokens, top_k=cfg.top_k, via=via, mesh=ep)
+        y, _ = mk.moe(params, tokens, top_k=cfg.top_k, expert_ids=ids, via=via, mesh=ep)
         torch.autograd.grad(y, [tokens, *leaves], grad)
 
     flops = 18 * cfg.tokens * cfg.top_k * cfg.d_model * cfg.d_expert

@@ -76,6 +76,7 @@ def measure(
     errors: Mapping[str, str] | None = None,
     rounds: int = 5,
     slot: float = 0.25,
+    watch: Callable[[str], contextlib.AbstractContextManager] = lambda name: contextlib.nullcontext(),
 ) -> list[Result]:
     """Time candidates and ceilings in turn.
 
@@ -90,6 +91,8 @@ def measure(
     rounds, slot : int, float
         In each round each candidate runs for ``slot`` seconds, and three times at least, after one run that
         is not timed; where ranks measure together, as often as rank 0 does.
+    watch : callable
+        ``watch(name)`` is entered for each slot, to look at the device meanwhile.
 
     Returns
     -------
@@ -107,7 +110,8 @@ def measure(
             if name in failed:
                 continue
             try:
-                found, peaks[name] = _slot(candidates[name].run, slot, device)
+                with watch(name):
+                    found, peaks[name] = _slot(candidates[name].run, slot, device)
                 times[name] += found
             except Exception as e:
                 failed[name] = describe(e)
@@ -368,9 +372,17 @@ def sizes(text: str) -> tuple[int, int, int]:
 
 
 def run_cases(
-    cfg: Any, run_shape: Callable[[Any, str], dict[str, Any]], *, rate: str, packages: Sequence[str] = ()
+    cfg: Any,
+    run_shape: Callable[[Any, str], dict[str, Any]],
+    *,
+    rate: str,
+    packages: Sequence[str] = (),
+    more: Sequence["Column"] = (),
 ) -> dict[str, Any]:
-    """Measure a config's shapes and return the record, written after each; one that raises ends no other."""
+    """Measure a config's shapes and return the record, written after each; one that raises ends no other.
+
+    ``more`` are columns of the tables beside the usual.
+    """
     check_run(cfg, cfg.device)
     versions = environment(cfg.device, packages)
     record: dict[str, Any] = dict(environment=versions, config=asdict(cfg), cases=[])
@@ -381,7 +393,7 @@ def run_cases(
             case = run_shape(cfg, text)
         except Exception as e:  # what its candidates share cannot be made: out of memory, as a rule
             case = dict(title=text, results=[Result(name=text, error=describe(e))])
-        print(f"\n{text}\n{table(case['results'])}\n", flush=True)
+        print(f"\n{text}\n{table(case['results'], more)}\n", flush=True)
         record["cases"].append(case)
         write_json(cfg.json, record)
         torch.compiler.reset()  # or it keeps what was compiled, and meets its limit of recompilations

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 import tyro
 from measure import Candidate, describe, graphed, measure, run_cases, say, sizes
+from routing import expert_ids, parse_routing
 
 from moekit.kernels.permute import count_experts, expert_slots, gather_sum, gather_sum_backward, scatter
 from moekit.kernels.router import choose
@@ -42,6 +43,7 @@ class Config:
         "auto",
     )  # and "torch", for what the kernels replace
     top_k: int = 4
+    routing: str = "random"  # of what is not the router's own choice; see benchmarks/routing.py
     calls: int = 10  # in a graph
     rounds: int = 5
     slot: float = 0.05  # seconds a candidate and round
@@ -54,7 +56,7 @@ class Config:
 
 
 def operations(
-    t: int, d: int, n_experts: int, top_k: int, device: str, kernels: str
+    t: int, d: int, n_experts: int, top_k: int, device: str, kernels: str, routing: str
 ) -> dict[str, tuple[Callable[[], object], int]]:
     """Return each operation and the bytes that it moves."""
     generator = torch.Generator(device).manual_seed(0)
@@ -65,7 +67,9 @@ def operations(
     r, h = t * top_k, d
     logits = normal(t, n_experts, dtype=torch.float32).requires_grad_()
     options: dict[str, Any] = dict(top_k=top_k, score="softmax", normalize="l1", scale=1.0, kernels=kernels)
-    _, ids, weights = (z.detach() for z in choose(logits, **options))
+    given = expert_ids(routing, t, n_experts=n_experts, top_k=top_k, device=device)
+    given = None if given is None else given[0]
+    _, ids, weights = (z.detach() for z in choose(logits, expert_ids=given, **options))
     slots = expert_slots(ids, n_experts)
     end = count_experts(ids, n_experts).cumsum(0).int()
     x, rows, gate_up, hidden = normal(t, d), normal(r, d), normal(r, 2 * h), normal(r, h)
@@ -121,7 +125,9 @@ def run_shape(cfg: Config, text: str) -> dict[str, Any]:
     calls = cfg.calls if cfg.device == "cuda" else 1
     candidates, errors = {}, {}
     for kernels in cfg.kernels:
-        for name, (run, n_bytes) in operations(t, d, n_experts, cfg.top_k, cfg.device, kernels).items():
+        sizes_of_layer = t, d, n_experts, cfg.top_k
+        made = operations(*sizes_of_layer, cfg.device, kernels, cfg.routing)
+        for name, (run, n_bytes) in made.items():
             name = name if len(cfg.kernels) == 1 else f"{name}, {kernels}"
             try:
                 run = graphed(run, calls=calls) if cfg.device == "cuda" else run
@@ -138,6 +144,7 @@ def main(cfg: Config) -> dict[str, Any]:
     """Measure all shapes, and write and return the record."""
     for text in cfg.shapes:
         sizes(text)
+    parse_routing(cfg.routing)
     return run_cases(cfg, run_shape, rate="bytes")
 
 

@@ -8,10 +8,11 @@ hidden size is d_model, bfloat16. Every candidate has the same weights, tokens a
 the gradients of the tokens and of all its parameters. Counted are the six products of the experts that a
 layer cannot do without, 18 t k d h flops; the router, and what a candidate computes twice, are not.
 
-A shape is TOKENSxD_MODELxEXPERTS, with ``:dirichlet2`` for group sizes drawn from a Dirichlet(2), as a router
-that is not balanced gives them: the tokens' first feature is 1, and the first row of the router a bias that
-is fitted to these sizes, so that the router of every candidate makes them. Otherwise routing is that of
-gaussian tokens and a gaussian router.
+A shape is TOKENSxD_MODELxEXPERTS, and its routing that of gaussian tokens and a gaussian router. Others, by
+``--routing`` (see benchmarks/routing.py) or, for one shape, by ``:dirichlet2`` behind it, give the sizes of
+groups, as a router that is not balanced makes them: the tokens' first feature is 1, and the first row of the
+router a bias that is fitted to these sizes, so that the router of every candidate makes them, to within a few
+rows in a hundred.
 
 Before anything is timed, the outputs and gradients are compared with moekit's on plain torch, which the tests
 check against a loop; whoever differs is not timed. Peers that are not installed, run out of memory or fail
@@ -26,11 +27,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import numpy as np
 import peers
 import torch
 import tyro
 from measure import Candidate, describe, free, measure, refuse_unknown, run_cases, say, sizes
+from routing import expert_shares, parse_routing
 from stock import experts
 from torch import Tensor
 
@@ -69,6 +70,7 @@ class Config:
         "sonicmoe",
     )  # any name of benchmarks/peers.py, and any but moekit's with -compiled
     top_k: int = 4
+    routing: str = "random"  # of shapes that name none; see benchmarks/routing.py
     rounds: int = 3
     slot: float = 0.25  # seconds a candidate and round
     json: Path | None = None
@@ -77,22 +79,19 @@ class Config:
 
 
 class Shape(NamedTuple):
-    """Sizes of a layer, and how skewed its routing is."""
+    """Sizes of a layer, and its routing."""
 
     tokens: int
     d_model: int
     n_experts: int
-    concentration: float | None  # of the Dirichlet distribution of group sizes; None: random routing
+    routing: str  # as for --routing
 
 
-def parse(text: str) -> Shape:
-    """Return the shape that a text like ``16384x4096x128:dirichlet2`` says."""
-    of_layer, _, routing = text.partition(":")
-    try:
-        concentration = float(routing.removeprefix("dirichlet")) if routing else None
-    except ValueError:
-        raise SystemExit(f"a shape is TOKENSxD_MODELxEXPERTS[:dirichletA], got {text!r}") from None
-    return Shape(*sizes(of_layer), concentration)
+def parse(text: str, routing: str = "random") -> Shape:
+    """Return the shape that a text like ``16384x4096x128:dirichlet2`` says; ``routing`` if it names none."""
+    of_layer, _, own = text.partition(":")
+    parse_routing(own or routing)
+    return Shape(*sizes(of_layer), own or routing)
 
 
 # --- The layer's input ----------------------------------------------------------------
@@ -100,7 +99,7 @@ def parse(text: str) -> Shape:
 
 def make_layer(shape: Shape, top_k: int, device: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Return weights, tokens and the gradient of the output, the same in every run."""
-    t, d, n_experts, concentration = shape
+    t, d, n_experts, routing = shape
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*size: int, std: float) -> Tensor:
@@ -112,16 +111,17 @@ def make_layer(shape: Shape, top_k: int, device: str) -> tuple[dict[str, Tensor]
         gate_up=normal(n_experts, d, 2 * d, std=d**-0.5),
         down=normal(n_experts, d, d, std=d**-0.5),
     )
-    if concentration is not None:
+    shares = expert_shares(routing, t, n_experts=n_experts, top_k=top_k)
+    if shares is not None:
         x[:, 0], weights["router"][0] = 1, 0
-        sizes = np.random.default_rng(0).dirichlet(n_experts * [concentration])
-        weights["router"][0] = fit_bias(mk.route(weights["router"], x, top_k=top_k).logits, sizes, top_k)
+        weights["router"][0] = fit_bias(mk.route(weights["router"], x, top_k=top_k).logits, shares, top_k)
     return weights, x, grad
 
 
-def fit_bias(logits: Tensor, sizes: np.ndarray, top_k: int) -> Tensor:
+def fit_bias(logits: Tensor, shares: Tensor, top_k: int) -> Tensor:
     """Return the bias with which groups get these shares of the rows, as far as a token chooses once each."""
-    wanted = torch.tensor(sizes, device=logits.device).clamp(max=1 / top_k) * top_k * len(logits)
+    wanted = shares.to(logits.device).clamp(max=1 / top_k) * top_k * len(logits)
+    wanted = wanted.clamp(min=1)  # no group is wanted empty: its bias would have no end
     bias = wanted.log()
     for _ in range(100):
         chosen = (logits + bias).topk(top_k).indices.flatten()
@@ -215,7 +215,7 @@ def compare(got: Outcome, want: Outcome) -> str:
 
 def run_shape(cfg: Config, text: str) -> dict[str, Any]:
     """Build and check all candidates at one shape, time them, and return what was found."""
-    shape = parse(text)
+    shape = parse(text, cfg.routing)
     t, d = shape.tokens, shape.d_model
     weights, x, grad = make_layer(shape, cfg.top_k, cfg.device)
     counts = mk.route(weights["router"], x, top_k=cfg.top_k).counts
@@ -261,7 +261,7 @@ def main(cfg: Config) -> dict[str, Any]:
     known += [name + variant for name in makers() for variant in ("", "-compiled")]
     refuse_unknown("candidate", cfg.candidates, known)
     for text in cfg.shapes:
-        parse(text)
+        parse(text, cfg.routing)
     return run_cases(cfg, run_shape, rate="flops", packages=peers.PACKAGES)
 
 

@@ -11,8 +11,9 @@ Everything is beside bfloat16 of the same run, in three parts:
 
 Gained is time ("of bf16": this time as a share of that in bfloat16). Lost is the signal-to-noise ratio, in
 dB, of gradients against those of bfloat16: of all, and of the group of parameters that has the worst. Routing
-is fixed, so that no token goes elsewhere. Held is the memory of the parameters and of what was rounded of
-them before the call, as once a step; in the whole step that is in what the call adds.
+is fixed, so that no token goes elsewhere: random, or as ``--routing`` says (see benchmarks/routing.py). Held
+is the memory of the parameters and of what was rounded of them before the call, as once a step; in the whole
+step that is in what the call adds.
 
 "converting" is the share of the device's work in kernels that only convert: those named for quantizing, and
 torch's casts to eight bits. With "scattering", those that round rows on their way into expert order are
@@ -86,6 +87,7 @@ class Config:
     n_microbatches: int = 8  # of the whole step
     shapes: tuple[str, ...] = ("16384x4096x8", "16384x4096x128")  # of the layer, tokens x d_model x experts
     top_k: int = 4  # of the layer
+    routing: str = "random"  # see benchmarks/routing.py
     rounds: int = 5
     slot: float = 0.5  # seconds a candidate in a round
     toy: bool = False  # widths and lengths for a CPU, the model in float32
@@ -175,7 +177,7 @@ def step(cfg: Config, policies: Policies) -> list[Result]:
     model = make_model(cfg.n_experts, seq_len=cfg.seq_len, toy=cfg.toy)
     masters = mk.init_params(model, dtype=torch.float32, device=cfg.device)
     params = map_named(lambda name, p: p.to(param_dtype(name, cfg.dtype)), masters)
-    batch = make_batch(model, cfg.batch_size, seq_len=cfg.seq_len, device=cfg.device)
+    batch = make_batch(model, cfg.batch_size, seq_len=cfg.seq_len, device=cfg.device, routing=cfg.routing)
     loss = our_loss(model, device=cfg.device)
     grad_fn = mk.value_and_grad(loss)
     want = grad_fn(params, batch)[1]
@@ -198,7 +200,7 @@ def step(cfg: Config, policies: Policies) -> list[Result]:
 
 def layer(cfg: Config, policies: Policies, *, text: str) -> list[Result]:
     """Compare forward and backward of a layer's router and experts."""
-    shape = moe_layer.parse(text)
+    shape = moe_layer.parse(text, cfg.routing)
     weights, x, grad = moe_layer.make_layer(shape, cfg.top_k, cfg.device)
     for z in (x, *weights.values()):
         z.requires_grad_()
@@ -243,7 +245,7 @@ def whole_step(cfg: Config, policies: Policies) -> list[Result]:
     model = make_model(cfg.n_experts, seq_len=cfg.seq_len, toy=cfg.toy)
     n_sequences = cfg.batch_size * cfg.n_microbatches
     params = mk.init_params(model, dtype=cfg.dtype, device=cfg.device)
-    batch = make_batch(model, n_sequences, seq_len=cfg.seq_len, device=cfg.device)
+    batch = make_batch(model, n_sequences, seq_len=cfg.seq_len, device=cfg.device, routing=cfg.routing)
     loss = our_loss(model, device=cfg.device)
     optimizer, state, sums = our_optimizer(params)
 
@@ -335,7 +337,7 @@ def main(cfg: Config) -> dict[str, Any]:
     refuse_unknown("candidate", cfg.candidates, (BF16, *CANDIDATES))
     check_run(cfg, cfg.device)
     for text in cfg.shapes:
-        moe_layer.parse(text)
+        moe_layer.parse(text, cfg.routing)
     if cfg.toy:
         small = dict(seq_len=128, n_microbatches=2, rounds=2, slot=0.01)
         small = {name: min(value, getattr(cfg, name)) for name, value in small.items()}

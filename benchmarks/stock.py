@@ -103,7 +103,9 @@ def make_loss(
     recompute_head: bool,
     experts_of: Mapping[int, Callable[[Tensor], Tensor]] | None = None,
 ) -> Callable:
-    """Return ``loss(params, batch) -> 0-d``: the mean cross-entropy over whole rows, randomly routed.
+    """Return ``loss(params, batch) -> 0-d``: the mean cross-entropy over whole rows.
+
+    Routed at random, or to the ``expert_ids`` of the batch.
 
     ``experts_of`` are functions of tokens (t, d) that stand for the routed experts of layers, routing as they
     do.
@@ -120,6 +122,9 @@ def make_loss(
             layer = params["layers"][str(i)]
             p = {".".join(k) if isinstance(k, tuple) else k: v for k, v in layer.items(True, True)}
             noise = torch.rand(b * s, config.n_experts, device=x.device) if config.is_moe(i) else None
+            if noise is not None and batch.expert_ids is not None:
+                ids = batch.expert_ids[:, i - config.n_dense_layers].reshape(b * s, -1)
+                noise.scatter_add_(1, ids, torch.ones_like(noise))  # more than any other's
             peer = None if experts_of is None else experts_of.get(i)
             x = run_block(x, noise, p, config, table, peer)
         x, targets = rms(x).flatten(0, 1), batch.targets.flatten()

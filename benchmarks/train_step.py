@@ -9,11 +9,12 @@ Three questions, each with the dense ceiling measured in the same rotation:
 - the whole step: micro-batches accumulated in float32, the gradient's norm, AdamW over float32 masters.
 
 All candidates train the same tensors: the parameters, and in the whole step the masters, moments and sums.
-Routing is random. FLOPs are the model's (:func:`moekit.plan.flops_per_token`), nothing recomputed counted.
-The baseline is benchmarks/stock.py, compiled with its logits made again in the backward or kept, and eager;
-eager it is left out of the whole step. In forward and backward the same model also runs with the MoE layers
-of torchtitan and transformers for its routed experts, on copies of their parameters and with their own
-router, which is all but even on a model that has not been trained; the rest is the baseline's, compiled.
+Routing is random, or as ``--routing`` says (see benchmarks/routing.py). FLOPs are the model's
+(:func:`moekit.plan.flops_per_token`), nothing recomputed counted. The baseline is benchmarks/stock.py,
+compiled with its logits made again in the backward or kept, and eager; eager it is left out of the whole
+step. In forward and backward the same model also runs with the MoE layers of torchtitan and transformers for
+its routed experts, on copies of their parameters and with their own router, which is all but even on a model
+that has not been trained and does not take ``--routing``; the rest is the baseline's, compiled.
 """
 
 import functools
@@ -40,6 +41,7 @@ from measure import (
     table,
     write_json,
 )
+from routing import parse_routing
 from stock import make_loss
 from tensordict import TensorDict
 
@@ -69,6 +71,7 @@ class Config:
     )  # the last are layers of benchmarks/peers.py
     n_experts: int = 8
     more_experts: int = 48
+    routing: str = "random"  # see benchmarks/routing.py; the peers' layers have their own
     batch_size: int = 2  # sequences of a micro-batch
     seq_len: int = 8192  # tokens
     n_microbatches: int = 8  # of the whole step
@@ -89,6 +92,7 @@ cfg = tyro.cli(Config, description=__doc__)
 refuse_unknown("candidate", cfg.candidates, ["moekit", *STOCK, *peers.LAYERS])
 device = "cuda" if torch.cuda.is_available() else "cpu"
 check_run(cfg, device)
+parse_routing(cfg.routing)
 dtype = torch.float32 if cfg.toy else torch.bfloat16
 if cfg.toy:
     cfg = replace(cfg, seq_len=min(cfg.seq_len, 128))
@@ -109,7 +113,7 @@ for part in cfg.parts:
         )
 
 make_model = functools.partial(bench_8l.make_model, seq_len=cfg.seq_len, toy=cfg.toy)
-make_batch = functools.partial(bench_8l.make_batch, seq_len=cfg.seq_len, device=device)
+make_batch = functools.partial(bench_8l.make_batch, seq_len=cfg.seq_len, device=device, routing=cfg.routing)
 
 # --- The candidates' gradients --------------------------------------------------------
 
@@ -214,6 +218,8 @@ def forward_backward(
         return our_gradients(our_loss(model, device=device), params, batch)
     if name in STOCK:
         return stock_gradients(make_loss(model, **STOCK[name]), params, batch)
+    if batch.expert_ids is not None:
+        raise ValueError(f"{name}'s router chooses by itself, got --routing {cfg.routing}; take random")
     loss, leaves = peers_loss(name, model, params)
     return stock_gradients(loss, params, batch, more=leaves)
 

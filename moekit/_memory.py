@@ -43,6 +43,7 @@ class Layout:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of parameters and activations
     via: Literal["all_to_all", "rowwise", "deepep"] | None = None  # as for moekit.dispatch
     capacity_factor: float | None = None  # as for moekit.rowwise
+    imbalance: float = 1.0  # rows that the fullest of the ep ranks gets, by their mean; see memory_of
     attention_via: Literal["all_to_all", "all_gather"] | None = None  # as for moekit.model.forward
     optimize: bool = True  # False: forward and backward alone
 
@@ -116,9 +117,11 @@ def memory_of(config: ModelConfig, layout: Layout) -> list[dict[str, int]]:
       of logits, a bucket on its way;
     - with ``via="rowwise"``, *symmetric buffers*.
 
-    Routing is taken to be balanced: experts receive ``top_k`` times as many rows as a rank has tokens; with
-    ``via="rowwise"`` activations have room for as many as may come. Not
-    counted are the device's context, buffers of NCCL and fragmentation.
+    A rank's experts receive ``top_k * imbalance`` times as many rows as it has tokens, in every layer: 1 is
+    balanced routing, and what a recorded step had is ``evenness(rank_load(rows, ep)).max_over_mean.max()`` of
+    :mod:`moekit.balance`, for the ``rows`` (m, edp, l, E) of :func:`moekit.balance.recorded_rows`, summed
+    over each ep group. With ``via="rowwise"`` activations have room for as many as may come. Not counted are
+    the device's context, buffers of NCCL and fragmentation.
 
     Parameters
     ----------
@@ -213,7 +216,7 @@ def rows_for_experts(config: ModelConfig, layout: Layout) -> int:
     """Return the rows that activations of a rank's experts have room for."""
     tokens = layout.rows * layout.seq_len // layout.cp
     if layout.via != "rowwise":
-        return tokens * config.top_k
+        return math.ceil(tokens * config.top_k * (layout.imbalance if layout.ep > 1 else 1))
     return rows_of_rank(layout.ep, tokens, config.n_experts, config.top_k, layout.capacity_factor)
 
 
@@ -385,10 +388,13 @@ class _Walk:
         return self.layout.ep > 1 and self.layout.via != "rowwise"
 
     def experts_saved(self) -> int:
-        """Return the bytes that experts keep: their first product, and rows where they are copied."""
-        c = self.config
-        rows = 2 * c.d_model if self.copies_rows else 0
-        return self.size * rows_for_experts(c, self.layout) * (2 * c.d_expert + rows)
+        """Return the bytes that experts keep: their first product, and rows where they are copied.
+
+        Those are the rows that came, and for combine those that came home.
+        """
+        c, came = self.config, rows_for_experts(self.config, self.layout)
+        rows = c.d_model * (came + self.tokens * c.top_k) if self.copies_rows else 0
+        return self.size * (came * 2 * c.d_expert + rows)
 
     def routing(self) -> int:
         """Return the bytes of logits, scores and loads, of choices, weights and places."""

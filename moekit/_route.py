@@ -5,15 +5,16 @@ from typing import Literal
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
+from moekit.kernels import check_shapes
 from moekit.kernels.permute import count_experts
 from moekit.kernels.router import best, choose, router_logits
 from moekit.mesh import local
 from moekit.random import uniform
-from moekit.tree import short_repr
+from moekit.tree import check_values, short_repr
 
 Assignment = Literal["top_k", "random", "uniform"]
 
@@ -61,6 +62,7 @@ def route(
     assignment: Assignment = "top_k",
     key: Int[Tensor, ""] | None = None,
     token_ids: Int[Tensor, " t"] | None = None,
+    expert_ids: Integer[Tensor, "t k"] | None = None,
     kernels: str = "auto",
 ) -> Routing:
     """Send each token to ``top_k`` of E experts.
@@ -97,6 +99,9 @@ def route(
         :func:`moekit.random.fold_in`.
     token_ids : Int[Tensor, " t"], optional
         Index of each token in the global batch; by default its place in ``x``.
+    expert_ids : Integer[Tensor, "t k"], optional
+        The experts that each token goes to, all different, of any integer dtype: a recording, say
+        (:func:`moekit.balance.replay`). Weights are their scores; groups are not looked at.
     kernels : {"auto", "torch", "triton"}
         ``"triton"`` makes scores, choice and weights in one pass, and counts; ``"auto"`` does on CUDA.
 
@@ -108,8 +113,8 @@ def route(
     Raises
     ------
     ValueError
-        When an option is unknown or would have no effect, sizes do not fit, or a random assignment has no
-        key.
+        When an option is unknown or would have no effect, sizes do not fit, a random assignment has no key,
+        or expert ids are out of range or twice a token's (on CUDA: a device assertion).
 
     References
     ----------
@@ -130,13 +135,21 @@ def route(
     if bias is not None and (bias.shape != (n_experts,) or bias.dtype not in (torch.float32, torch.float64)):
         raise ValueError(f"route needs a float32 bias ({n_experts},), got {bias.dtype} {tuple(bias.shape)}")
     _check_groups(n_experts, n_groups, top_groups, top_k)
-    _check_assignment(assignment, key, bias)
+    if expert_ids is None:
+        _check_assignment(assignment, key, bias)
+    elif assignment != "top_k" or key is not None or bias is not None:
+        raise ValueError(
+            "route needs no assignment, key or bias with expert_ids, which say where tokens go, got "
+            f"{assignment=}, {'no' if key is None else 'a'} key and {'no' if bias is None else 'a'} bias; "
+            "leave them out"
+        )
     if token_ids is not None and token_ids.shape != (len(x),):
         raise ValueError(f"route needs an id for each of {len(x)} tokens, got {tuple(token_ids.shape)}")
 
     logits = router_logits(x, local(router), kernels=kernels)
-    expert_ids = None
-    if assignment != "top_k":
+    if expert_ids is not None:
+        expert_ids = _checked_ids(expert_ids, (len(x), top_k), n_experts)
+    elif assignment != "top_k":
         assert key is not None
         expert_ids = _draw(assignment, key, token_ids, len(x), n_experts, top_k)
     elif n_groups > top_groups:
@@ -188,6 +201,22 @@ def _check_assignment(assignment: Assignment, key: Tensor | None, bias: Tensor |
         raise ValueError(
             f"route needs no bias for {assignment=}, which does not look at scores; leave it out"
         )
+
+
+def _checked_ids(ids: Tensor, shape: tuple[int, int], n_experts: int) -> Int[Tensor, "t k"]:
+    """Return ids that are given, in int64; raise where they are no k experts of each token."""
+    check_shapes("route", expert_ids=(ids, shape))
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise ValueError(f"route needs expert_ids of an integer dtype, got {ids.dtype}")
+    ids = ids.long()
+    apart = (ids.sort(-1).values.diff(dim=-1) > 0).all(-1)
+    check_values(
+        ((ids >= 0) & (ids < n_experts)).all() & apart.all(),
+        "route",
+        f"expert_ids in [0, {n_experts}), those of a token all different",
+        lambda: f"{ids.min()} to {ids.max()}, {(~apart).sum()} of {len(ids)} tokens with one twice",
+    )
+    return ids
 
 
 def _draw(

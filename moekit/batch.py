@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as fc
 import torch.nn.functional as F
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Integer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import (
@@ -32,6 +32,8 @@ class Batch:
     samples of the corpus the rows are (-1: a row of padding). ``n_targets`` (True in ``mask``) and
     ``n_tokens`` (not padding) are totals of the global batch, which `count_tokens` fills in. ``positions``
     says which positions of its row these are, where `moekit.context.split_context` left a part of them.
+    ``expert_ids`` are the experts that each position goes to in each layer that has experts, where the router
+    is not to choose them, in any integer dtype: see `moekit.balance.replay`.
     """
 
     tokens: Int[Tensor, "b s"]
@@ -42,6 +44,7 @@ class Batch:
     n_targets: Int[Tensor, ""] | None = None
     n_tokens: Int[Tensor, ""] | None = None
     positions: Int[Tensor, "b s"] | None = None
+    expert_ids: Integer[Tensor, "b l s k"] | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with every tensor on ``device``."""

@@ -75,6 +75,8 @@ def split_context(batch: Batch, *, mesh: DeviceMesh | None = None) -> Batch:
     at = positions_of(n // mesh.size(), device=batch.tokens.device, mesh=mesh)
     names = ("tokens", "targets", "mask", "documents")
     parts = {name: getattr(batch, name)[:, at] for name in names}
+    if batch.expert_ids is not None:
+        parts["expert_ids"] = batch.expert_ids[:, :, at]
     return replace(batch, **parts, positions=at.repeat(b, 1), n_targets=None, n_tokens=None)
 
 

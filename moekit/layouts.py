@@ -153,7 +153,7 @@ def nearest_layouts(
     None goes further than another the same way, unless that one leaves little of the memory. Where a change
     of ``n_microbatches`` keeps the rows of a micro-batch what they were it does not count; what alters the
     training, ``batch_size`` and ``seq_len``, counts double, and so does a cp more than four times another.
-    ``reduce`` and ``dtype`` stay.
+    ``reduce`` and ``dtype`` stay, and ``imbalance``, which grows with ep as a rule.
     Parameters as for :func:`check_layout`.
     """
     gpu, asked = _gpu(gpu), layout.on(n_gpus)
@@ -205,8 +205,10 @@ def describe_layout(config: ModelConfig, layout: Layout) -> str:
         f"x {layout.seq_len} positions: {layout.n_shares} at a time, {layout.n_microbatches} a step"
     )
     bubble = 0.0 if layout.n_stages == 1 else play(schedule_of(layout)).bubble
+    uneven = f"a rank that gets {layout.imbalance:g} times the mean of rows"
+    routing = "balanced routing" if layout.imbalance == 1 else uneven
     return "\n".join(
-        [head, "GB on a rank at its fullest, estimated for balanced routing:", *table, f"bubble {bubble:.1%}"]
+        [head, f"GB on a rank at its fullest, estimated for {routing}:", *table, f"bubble {bubble:.1%}"]
     )
 
 
@@ -253,6 +255,11 @@ def _problems(config: ModelConfig, layout: Layout, n_gpus: int) -> Iterator[str]
             f"capacity_factor={at.capacity_factor} needs via='rowwise', got via={at.via!r}; take it, or "
             "leave out the factor"
         )
+    if not _is_imbalance(at):
+        yield (
+            f"imbalance must be at least 1 and finite, and 1 with via='rowwise', whose capacity_factor gives "
+            f"the room: imbalance={at.imbalance}, via={at.via!r}"
+        )
     if at.attention_via is not None and at.cp == 1:
         yield f"attention_via={at.attention_via!r} needs cp > 1, got cp=1; leave it out"
     if at.attention_via == "all_to_all" and c.n_heads % at.cp:
@@ -266,6 +273,10 @@ def _problems(config: ModelConfig, layout: Layout, n_gpus: int) -> Iterator[str]
 
 def _is_factor(capacity_factor: float | None) -> bool:
     return capacity_factor is not None and 0 < capacity_factor < math.inf
+
+
+def _is_imbalance(layout: Layout) -> bool:
+    return layout.imbalance == 1 or (1 < layout.imbalance < math.inf and layout.via != "rowwise")
 
 
 def _too_much(config: ModelConfig, layout: Layout, gpu: Gpu) -> list[str]:
@@ -348,6 +359,8 @@ def _candidates(config: ModelConfig, asked: Layout, n_gpus: int) -> Iterator[Lay
         asked = replace(asked, via="rowwise")
     else:
         asked = replace(asked, capacity_factor=None)
+    if not _is_imbalance(asked):
+        asked = replace(asked, imbalance=1.0)
     for pp in (pp for pp in divisors(n_gpus) if pp <= c.n_layers):
         for ep in (ep for ep in divisors(n_gpus // pp) if not c.n_moe_layers or c.n_experts % ep == 0):
             n = n_gpus // pp
@@ -410,7 +423,7 @@ def _near(asked: int, allowed: Sequence[int], other: int) -> list[int]:
 
 def _changes(asked: Layout, other: Layout, gpu: Gpu | None, config: ModelConfig) -> str:
     """Write what is to be changed, and what a rank then holds."""
-    old = {name: getattr(asked, name) for name in (*_WEIGHTS, "via", "capacity_factor")}
+    old = {name: getattr(asked, name) for name in (*_WEIGHTS, "via", "capacity_factor", "imbalance")}
     # None was left open, but for via, whose None is not rowwise.
     names = [n for n, x in old.items() if (x is not None or n == "via") and x != getattr(other, n)]
     new = ", ".join(f"{name}={getattr(other, name)!r}" for name in names)

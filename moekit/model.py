@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -39,7 +39,7 @@ from moekit.context import (
     positions_of,
     whole_rows,
 )
-from moekit.kernels import check_kernels, elementwise
+from moekit.kernels import check_kernels, check_shapes, elementwise
 from moekit.kernels.attention import attention_of_qkv, find_documents, has_kernel
 from moekit.kernels.qk_norm_rope import Rope, is_per_head, qk_norm_rope, rotate as rotate
 from moekit.kernels.quantize import Quantized
@@ -290,6 +290,7 @@ def forward(
     biases: Float[Tensor, "l E"] | None = None,
     key: Int[Tensor, ""] | None = None,
     assignment: Assignment = "top_k",
+    expert_ids: Integer[Tensor, "b l s k"] | None = None,
     via: Via | None = None,
     kernels: Kernels = "auto",
     precision: Precision | Rounded = BF16,
@@ -323,6 +324,8 @@ def forward(
         Balancing bias of each layer with experts, float32.
     key, assignment
         As for :func:`moekit.route`; the key of each layer is ``fold_in(key, layer)``.
+    expert_ids : Integer[Tensor, "b l s k"], optional
+        The experts that each position goes to in each layer that has experts; by default routers choose.
     via, kernels
         As for :func:`moekit.dispatch` and :func:`moekit.expert_forward`.
     precision : Precision or Rounded
@@ -356,7 +359,8 @@ def forward(
     ------
     ValueError
         When the parameters are not those of ``config``, a token id is out of range (on CUDA: a device
-        assertion), the sequence is longer than the RoPE table, or biases, context or grad_into do not fit.
+        assertion), the sequence is longer than the RoPE table, or biases, expert_ids, context or grad_into do
+        not fit.
     """
     check_kernels("forward", kernels)
     low = Rounded.of(precision)
@@ -378,6 +382,9 @@ def forward(
         raise ValueError(
             f"forward needs biases ({config.n_moe_layers}, {config.n_experts}), got {tuple(biases.shape)}"
         )
+    if expert_ids is not None:
+        given = (*tokens.shape[:1], config.n_moe_layers, *tokens.shape[1:], config.top_k)
+        check_shapes("forward", expert_ids=(expert_ids, given))
     attention_via, attend = choose_attention(
         "forward",
         n_heads=config.n_heads,
@@ -414,6 +421,7 @@ def forward(
                 key=None if key is None else fold_in(key, i),
                 assignment=assignment,
                 token_ids=token_ids,
+                expert_ids=None if expert_ids is None else _of_layer(expert_ids, i - config.n_dense_layers),
                 via=via,
                 mesh=None if mesh is None else mesh["ep"],
             )
@@ -429,6 +437,10 @@ def forward(
     if stage.heads:
         hidden = rms_norm(hidden, params["norm"], config.norm_eps, kernels=kernels)
     return hidden, routings
+
+
+def _of_layer(expert_ids: Tensor, layer: int) -> Tensor:
+    return rearrange(expert_ids[:, layer], "b s k -> (b s) k")
 
 
 def _embed(params: Params, tokens: Tensor, config: ModelConfig, kernels: Kernels) -> Tensor:
@@ -482,7 +494,8 @@ def next_token_loss(
     params : TensorDict
         From :func:`moekit.init_params`.
     batch : Batch
-        This rank's rows, with totals from :func:`moekit.count_tokens`.
+        This rank's rows, with totals from :func:`moekit.count_tokens`. Its ``expert_ids``, where it has
+        them, take the place of the routers' choice.
     config : ModelConfig
         The model and the weights of its auxiliary losses.
     attend_across_documents : bool
@@ -591,6 +604,7 @@ def stage_loss(
         config=config,
         documents=None if attend_across_documents else batch.documents,
         sample_ids=batch.sample_ids,
+        expert_ids=batch.expert_ids,
         x=x,
         stage=stage,
         context=context,

@@ -186,6 +186,8 @@ class Plan:
         Slices of a rank's part of the batch.
     recompute
         What the backward makes again: none or block.
+    imbalance
+        Rows that the fullest of the ep ranks gets, by their mean, as recorded; by default 1.
     gpu
         Whose memory has to do: h100, h200, b200 or b300; by default each is tried.
     json
@@ -203,6 +205,7 @@ class Plan:
     batch_size: int | None = None
     n_microbatches: int | None = None
     recompute: str | None = None
+    imbalance: float | None = None
     gpu: str | None = None
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
 
@@ -227,7 +230,7 @@ def _print_plan(args: Plan) -> None:
     flops = flops_per_token(config, seq_len)
     total, active = count_params(config)
     given: dict[str, Any] = {}
-    names = "pp n_per_rank ep cp batch_size n_microbatches recompute".split()
+    names = "pp n_per_rank ep cp batch_size n_microbatches recompute imbalance".split()
     for name in (name for name in names if getattr(args, name) is not None):
         given[name] = getattr(args, name)
     asked = layout = n_gpus = None

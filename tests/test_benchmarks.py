@@ -8,13 +8,16 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from scripts import as_main, on_ranks
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 import dispatch
+import gemm_values
 import measure
 import moe_kernels
 import moe_layer
@@ -160,7 +163,7 @@ def test_unknown_names_and_shapes_are_refused_before_anything_is_measured(monkey
     for module in (moe_layer, moe_kernels):
         with pytest.raises(SystemExit, match="a shape is TOKENSxD_MODELxEXPERTS, got '64x64'"):
             module.main(module.Config(shapes=("16x16x8", "64x64"), device="cpu"))
-    with pytest.raises(SystemExit, match=r"a shape is .*, got '16x16x8:skewed'"):
+    with pytest.raises(SystemExit, match=r"a routing is random, .*, got 'skewed'"):
         moe_layer.main(moe_layer.Config(shapes=("16x16x8:skewed",), device="cpu"))
 
 
@@ -348,7 +351,7 @@ def test_results_name_the_commit_and_whether_the_code_differs_from_it(tmp_path, 
 def test_group_sizes_are_those_of_the_distribution():
     shape = moe_layer.parse("4096x16x32:dirichlet2")
     weights, x, _ = moe_layer.make_layer(shape, 4, "cpu")
-    wanted = moe_layer.np.random.default_rng(0).dirichlet(32 * [2.0])
+    wanted = np.random.default_rng(0).dirichlet(32 * [2.0])
     counts = moe_layer.mk.route(weights["router"], x, top_k=4).counts
     assert (counts / (4 * 4096) - torch.tensor(wanted)).abs().max() < 2e-3
 
@@ -365,6 +368,102 @@ def test_kernels_are_timed_by_the_bytes_that_they_move(tmp_path):
     assert moved == pytest.approx((1 + 4) * 32 * 16 * 2 + 32 * 4 * 8)
     assert results["scatter"]["of_copy"] > 0
     assert cfg.plot.stat().st_size > 0
+
+
+@pytest.mark.parametrize("product", ["forward", "weight_grad"])
+def test_a_product_is_timed_on_all_values_with_the_reason_why_there_is_no_clock(product, tmp_path, capsys):
+    file = tmp_path / "rows.npy"
+    np.save(file, torch.randn(7, 16).numpy())
+    cfg = gemm_values.Config(
+        shapes=("32x16x4", "8x24x2"), product=product, recorded=file, json=tmp_path / "values.json",
+        plot=tmp_path / "values.png", **QUICK,
+    )  # fmt: skip
+    gemm_values.main(cfg)
+    record = json.loads(cfg.json.read_text())
+    assert "nvidia-ml-py" in record["environment"] and "commit" in record["environment"]
+    first, second = ({r["name"]: r for r in case["results"]} for case in record["cases"])
+    names = {"zeros", "constant", "gaussian", "trained", "recorded"}
+    assert first.keys() == names | {measure.DENSE, measure.COPY}
+    for name in names:
+        seconds = first[name]["seconds"]
+        assert first[name]["flops_per_second"] == pytest.approx(2 * 128 * 16 * 32 / seconds)
+        assert first[name]["more"]["of_gaussian"] == pytest.approx(seconds / first["gaussian"]["seconds"])
+        assert first[name]["more"]["not_read"] == "no GPU: --device cpu"
+    assert second["recorded"]["error"].endswith("rows.npy needs rows of 24 features, got (7, 16)")
+    assert cfg.plot.stat().st_size > 0
+    assert "clock and power not read" in capsys.readouterr().out
+
+
+def test_values_are_what_they_are_called(tmp_path):
+    file = tmp_path / "rows.safetensors"
+    save_file(dict(rows=torch.arange(10.0).view(5, 2), scale=torch.ones(2)), file)
+    cfg = gemm_values.Config(recorded=file, device="cpu")
+    shape, other = (4096, 1000), (2, 1000, 64)
+    values = {name: gemm_values.operands(cfg, name, shape, other) for name in cfg.values}
+    assert not any(x.any() for x in values["zeros"]) and all((x == 1).all() for x in values["constant"])
+    rows, weights = values["gaussian"]
+    assert rows.std().item() == pytest.approx(1, rel=0.01)
+    assert weights.std().item() == pytest.approx(1000**-0.5, rel=0.02)
+    rows, again = (gemm_values.operands(cfg, "trained", shape, other)[0].float() for _ in range(2))
+    assert torch.equal(rows, again)
+    assert (rows.square().mean(1).sqrt() - 1).abs().max() < 0.02
+    of_channels = rows.square().mean(0).sqrt()
+    assert of_channels.max() > 8 * of_channels.median()
+    recorded, _ = gemm_values.operands(cfg, "recorded", (7, 2), (1, 2, 4))
+    assert recorded.float().tolist() == [[2 * (i % 5), 2 * (i % 5) + 1] for i in range(7)]
+
+
+def test_clock_and_power_are_read_once_a_slot_has_settled(monkeypatch):
+    monkeypatch.setattr(gemm_values, "SETTLED", 0.02)
+    monkeypatch.setattr(gemm_values, "EVERY", 0.002)
+    start, clocks = time.perf_counter(), []
+
+    def clock_rate(device):
+        clocks.append(0 if time.perf_counter() - start < 0.02 else 1500)  # a slot begins later
+        return clocks[-1]
+
+    monkeypatch.setattr(torch.cuda, "clock_rate", clock_rate)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 700_000)
+    sensors = gemm_values.Sensors("cuda")
+    with sensors.watch("long"):
+        while len(sensors.watts.get("long", [])) < 3 and time.perf_counter() - start < 30:
+            time.sleep(0.002)
+    monkeypatch.setattr(gemm_values, "SETTLED", 60)
+    with sensors.watch("short"):
+        time.sleep(0.01)
+    long = sensors.of("long")
+    assert (long["sm_mhz"], long["watts"]) == (1500, 700) and 3 <= long["n_readings"] < len(clocks)
+    assert sensors.of("short") == dict(not_read="no slot longer than 60 s")
+
+
+def test_what_cannot_be_read_of_a_gpu_is_told_and_ends_nothing(monkeypatch):
+    def missing(device):
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    monkeypatch.setattr(torch.cuda, "clock_rate", missing)
+    monkeypatch.setattr(gemm_values, "EVERY", 0.001)
+    sensors = gemm_values.Sensors("cuda")
+    with sensors.watch("any"):
+        time.sleep(0.01)
+    assert sensors.of("any") == dict(
+        not_read="ModuleNotFoundError: nvidia-ml-py does not seem to be installed"
+    )
+
+
+def test_recorded_rows_that_are_none_are_refused_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(gemm_values, "run_cases", None)
+    text, two = tmp_path / "rows.safetensors", tmp_path / "two.safetensors"
+    text.write_text("text")
+    save_file(dict(a=torch.ones(2, 3), b=torch.ones(2, 3)), two)
+    np.save(tmp_path / "ids.npy", torch.ones(2, 3, dtype=torch.int64).numpy())
+    for file, says in (
+        (text, "--recorded needs an .npy or safetensors file, got "),
+        (two, r"--recorded needs one matrix of floats \(n, d\), got {'a': 'torch.float32 \(2, 3\)', 'b'"),
+        (tmp_path / "ids.npy", "got {'array': 'torch.int64"),
+        (tmp_path / "none.npy", "No such file"),
+    ):
+        with pytest.raises(SystemExit, match=says):
+            gemm_values.main(gemm_values.Config(recorded=file, device="cpu"))
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])

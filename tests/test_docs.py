@@ -45,6 +45,11 @@ def test_the_page_on_scale_runs_and_prints_what_it_shows(capsys):
     assert shown in capsys.readouterr().out
 
 
+def test_the_page_on_routing_runs_and_balances_as_recorded():
+    names = run("routing.md")
+    assert names["recording"].expert_ids.shape == (2, 4, 2, 32, 2) and names["imbalance"] >= 1
+
+
 @pytest.mark.parametrize(
     "page",
     [
@@ -56,6 +61,7 @@ def test_the_page_on_scale_runs_and_prints_what_it_shows(capsys):
         "scale.md",
         "gerrymandering.md",
         "overlap.md",
+        "routing.md",
     ],
 )
 def test_the_index_lists_the_page_and_the_pages_it_links_exist(page):

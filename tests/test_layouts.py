@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from test_dryrun import pipeline_step, train_step
 
 import moekit as mk
-from moekit import plan, schedules
+from moekit import balance, plan, schedules
 from moekit.config import PRESETS
 from moekit.dryrun import record
 from moekit.layouts import (
@@ -98,6 +98,16 @@ RULES = [  # changes of a layout of tiny (16 layers, 64 experts) on 16 GPUs, wha
         dict(capacity_factor=0.0, via="rowwise"),
         "capacity_factor must be positive and finite: 0.0",
         "capacity_factor=None instead of 0.0",
+    ),
+    (
+        dict(imbalance=0.5, ep=3),
+        "imbalance must be at least 1 and finite, and 1 with via='rowwise'",
+        "ep=4, imbalance=1.0 instead of ep=3, imbalance=0.5",
+    ),
+    (
+        dict(imbalance=1.5, via="rowwise"),
+        "whose capacity_factor gives the room: imbalance=1.5, via='rowwise'",
+        "imbalance=1.0 instead of 1.5",
     ),
     (dict(ep=0, cp=-1), "sizes must be at least 1: ep=0, cp=-1", "ep=1, cp=1 instead of ep=0, cp=-1"),
 ]
@@ -317,6 +327,33 @@ def test_the_estimate_of_an_odd_model_is_within_8_percent_of_a_dry_run(rank, con
     assert 0.92 < sum(estimate.values()) / fake.peak < 1.08, (estimate, fake.memory, fake.at)
 
 
+def recorded_step(rank, *, rows, **options):
+    """Make a training step whose ep ranks send each other the rows of a recording."""
+    return train_step(rank, config=BENCH, ep=8, rows=lambda _: rows, **options)
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_a_rank_that_gets_more_rows_by_a_recording_is_estimated_with_its_imbalance(rank):
+    shares = torch.tensor([2.0, 1.4, 1.0, 0.8, 0.8, 0.7, 0.7, 0.6])  # of 8 experts, one a rank
+    ids = balance.draw_experts(shares, torch.arange(8 * 512), top_k=4, key=mk.random.make_key(0))
+    recording = balance.Recording(
+        expert_ids=ids.view(1, 8, 1, 512, 4).byte(), sample_ids=torch.arange(8)[None], n_experts=8
+    )
+    rows = balance.recorded_rows(recording, 0, n_ranks=8)
+    sent = 8192 // 512 * balance.rank_load(rows, 8)[0, :, 0]  # of rank i to rank j, of rows as long as below
+    imbalance = (balance.rank_load(rows.sum(1), 8).double() / rows.sum() * 8)[0, 0, rank].item()
+    assert 1.9 < imbalance < 2.1 if rank == 0 else 0.6 < imbalance < 0.8
+    fake = record(partial(recorded_step, rows=sent.tolist(), b=1, s=8192), rank=rank, world_size=8)
+    asked = Layout(ep=8, batch_size=8, seq_len=8192, imbalance=max(imbalance, 1.0)).on(8)
+    (estimate,) = memory_of(BENCH, check_layout(BENCH, asked, n_gpus=8))
+    (even,) = memory_of(BENCH, replace(asked, imbalance=1.0))
+    if rank == 0:
+        assert 0.96 < sum(estimate.values()) / fake.peak < 1.04, (estimate, fake.memory, fake.at)
+        assert sum(even.values()) < 0.9 * fake.peak
+    else:
+        assert fake.peak < sum(even.values())
+
+
 def context_step(rank, *, config, s):
     """Make a training step of one row, split over eight ranks."""
     mesh = mk.make_mesh(ep=8)
@@ -353,6 +390,9 @@ def test_the_table_has_a_line_for_each_place_and_the_bubble_of_the_schedule():
     assert places == [str(place) for place in range(8)] and "0-3, 32-35" in text
     bubble = schedules.play(schedules.interleaved(8, 128, 2)).bubble
     assert text.endswith(f"bubble {bubble:.1%}")
+    assert "estimated for balanced routing:" in text
+    uneven = describe_layout(ULTRA, replace(WIDE.on(512), imbalance=1.5))
+    assert "estimated for a rank that gets 1.5 times the mean of rows:" in uneven
 
 
 def test_a_recipe_ends_with_what_is_wrong_and_what_its_own_options_could_be(monkeypatch):
@@ -417,6 +457,8 @@ def test_the_command_prints_memory_bubble_and_what_fits(command):
     done = command(*args.split(), "--recompute", "block", "--gpu", "h200")
     assert done.returncode and "h200 (141 GB): does not fit" in done.stdout and "b300" not in done.stdout
     assert len(done.stderr.splitlines()) == 1 and "ep=16 instead of 8" in done.stderr
+    done = command(*args.split(), "--imbalance", "1.5")
+    assert done.returncode == 0 and "a rank that gets 1.5 times the mean of rows" in done.stdout
 
 
 def test_the_command_without_a_layout_prints_what_it_did(command):

@@ -1,7 +1,8 @@
 """Balancing: losses over a named population of tokens, the next balancing bias, the load that ranks wait for.
 
 Each loss is a *share*: the sum over micro-batches and ranks of what is returned is the loss of the global
-batch. All are functions of a :class:`moekit.Routing`, or of the rows that it counts.
+batch. All are functions of a :class:`moekit.Routing`, or of the rows that it counts. Routing can be data:
+recorded in a run and taken again, or drawn with a given skew.
 """
 
 from moekit.balance._load import (
@@ -22,3 +23,13 @@ from moekit.balance._losses import (
     router_entropy as router_entropy,
     router_z_loss as router_z_loss,
 )
+from moekit.balance._recorded import (
+    Recording as Recording,
+    keep_routing as keep_routing,
+    read_recording as read_recording,
+    record_step as record_step,
+    recorded_rows as recorded_rows,
+    replay as replay,
+    write_recording as write_recording,
+)
+from moekit.balance._skew import dirichlet_shares as dirichlet_shares, draw_experts as draw_experts

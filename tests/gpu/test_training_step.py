@@ -211,3 +211,22 @@ def test_200_steps_end_where_plain_torch_ends_within_the_spread_of_seeds():
     spread = max(plain) - min(plain)
     print("torch", plain, "auto", ours)
     assert abs(sum(ours) - sum(plain)) / 3 <= max(spread, 0.01), (plain, ours)
+
+
+def test_routing_is_recorded_and_replayed_without_waiting_for_the_device(tmp_path):
+    kept = []
+    step = Step(mk.balance.keep_routing(mk.model.transformer_block, kept))
+    step()
+    kept.clear()
+    with no_sync():
+        (_, stats), _ = step.grad_fn(step.params, step.batch, into=step.sums)
+        recording = mk.balance.record_step(kept, step.batch, config=CONFIG)
+    mk.balance.write_recording(tmp_path / "routing.safetensors", [recording])
+    read = mk.balance.read_recording(tmp_path / "routing.safetensors")
+    batch = mk.balance.replay(read, 0, step.batch)
+    loss = functools.partial(mk.next_token_loss, config=CONFIG)
+    grad_fn = mk.accumulate(mk.value_and_grad(loss, has_aux=True), 4)
+    grad_fn(step.params, batch)
+    with no_sync():
+        (_, again), _ = grad_fn(step.params, batch)
+    assert torch.equal(again["counts"], stats["counts"])
