@@ -8,7 +8,7 @@ import pytest
 from scripts import as_main
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "balance_study.py"
-SMALL = "--n-steps 14 --rows-per-domain 4 --seq-len 32 --expert-ranks 2".split()
+SMALL = "--n-steps 8 --rows-per-domain 4 --seq-len 32 --expert-ranks 2".split()
 
 
 @pytest.fixture(scope="module")
@@ -23,27 +23,24 @@ def folder(tmp_path_factory):
 
 
 def test_sorted_domains_make_ranks_wait_for_what_a_steps_sums_do_not_show(folder, tmp_path):
-    ways = ("batch, mixed", "batch", "micro-batch, ranks")
+    ways = ("batch, mixed", "batch")
     files = dict(json=tmp_path / "study" / "study.json", plot=tmp_path / "study.png")
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
     printed = as_main(RECIPE, *SMALL, "--domains", folder, *options, "--ways", *ways)
     record = json.loads(files["json"].read_text())
     found = record["ways"]
     assert list(found) == list(ways) and all(name in printed for name in ways)
-    assert files["plot"].stat().st_size > 10_000 and record["config"]["n_steps"] == 14
+    assert files["plot"].stat().st_size > 10_000 and record["config"]["n_steps"] == 8
     gaps = {}
     for name, way in found.items():
         of_steps = [w - s for w, s in zip(way["waited"], way["seen"], strict=True)]
-        assert len(of_steps) == 14 and min(of_steps) >= -1e-5
+        assert len(of_steps) == 8 and min(of_steps) >= -1e-5
         gaps[name] = sum(of_steps)
     assert gaps["batch"] > 5 * gaps["batch, mixed"]
-    assert sum(found["micro-batch, ranks"]["waited"]) < sum(found["batch"]["waited"]) - 1
     # The first step has the same rows and weights; only their order in micro-batches differs.
     assert found["batch"]["seen"][0] == pytest.approx(found["batch, mixed"]["seen"][0], rel=1e-6)
 
 
 def test_ways_that_are_not_there_are_refused(folder):
-    with pytest.raises(
-        SystemExit, match="balance_study needs ways among batch, mixed, batch, .*, got tokens"
-    ):
+    with pytest.raises(SystemExit, match=r"needs ways among batch, mixed, batch, .*, got tokens"):
         as_main(RECIPE, "--domains", folder, "--ways", "tokens")
