@@ -18,7 +18,15 @@ from pages import DOCS, run
 from reference import refuses
 from safetensors.numpy import save_file
 
-from moekit.balance import evenness, gerrymandering_gap, sorted_by_domain, wait
+from moekit.balance import (
+    Recording,
+    evenness,
+    gerrymandering_gap,
+    recorded_rows,
+    sorted_by_domain,
+    wait,
+    write_recording,
+)
 from moekit.balance.__main__ import main
 from moekit.balance._page import make_page, make_table, read_rows
 
@@ -322,6 +330,17 @@ def test_the_command_prints_the_table_or_writes_the_page(tmp_path, monkeypatch, 
     assert Elements(page.read_text()).embedded() == START | dict(shape=None, rows=None)
     command(monkeypatch, capsys, "--rows", tmp_path / "a.npy", "--html", page, "--n-ranks", 4)
     assert page.read_text() == make_page(dict(n_ranks=4, name="a.npy"), rows)
+
+
+def test_the_command_deals_a_recording_to_ranks_and_micro_batches(tmp_path, monkeypatch, capsys):
+    ids = torch.randint(0, 8, (2, 6, 3, 5, 2), generator=torch.Generator().manual_seed(0))
+    recording = Recording(expert_ids=ids.byte(), sample_ids=torch.arange(12).view(2, 6), n_experts=8)
+    write_recording(file := tmp_path / "routing.safetensors", [recording])
+    rows = torch.stack([recorded_rows(recording, i, n_ranks=2, n_microbatches=3) for i in range(2)])
+    options = ("--recording", file, "--n-ranks", 2, "--n-micro-batches", 3)
+    assert command(monkeypatch, capsys, *options) == make_table(rows, 2) + "\n"
+    with refuses("needs rows or a recording, got both", SystemExit):
+        command(monkeypatch, capsys, *options, "--rows", file)
 
 
 @pytest.mark.parametrize(

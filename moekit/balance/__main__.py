@@ -2,16 +2,19 @@
 
 python -m moekit.balance --n-ranks 4 --sortedness 0.5
 python -m moekit.balance --rows run/rows.safetensors --html load.html
+python -m moekit.balance --recording run/routing.safetensors --n-ranks 8 --n-micro-batches 2
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import tyro
 
 from moekit.balance._load import sorted_by_domain
 from moekit.balance._page import make_page, make_table, read_rows
+from moekit.balance._recorded import read_recording, recorded_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +26,17 @@ class Study:
     rows
         Counts (m, s, l, E) or (steps, m, s, l, E): of m micro-batches, from s source ranks, in l layers, for
         E experts. A .npy, .npz or .safetensors file; by default an example, of tokens sorted by domain.
+    recording
+        What :func:`moekit.balance.write_recording` wrote, of one rank or of several: its rows as so many ranks
+        and micro-batches would have them.
     html
         A file to write the page to, in place of the table; it needs no other file and no network.
     n_ranks
-        Ranks that share the experts; by default as many as sent the rows, in the example 4.
+        Ranks that share the experts; by default as many as sent the rows, else 4.
     per_rank
         Experts of a rank of the example.
     n_micro_batches
-        Of the example; by default as many as ranks.
+        Of the example, by default as many as ranks; of a recording, by default 1.
     n_rows
         Rows of an expert of the example, from each rank, in the step.
     sortedness
@@ -38,6 +44,7 @@ class Study:
     """
 
     rows: Path | None = None
+    recording: tuple[Path, ...] = ()
     html: Path | None = None
     n_ranks: int | None = None
     per_rank: int = 2
@@ -56,7 +63,15 @@ def main() -> None:
 
 
 def _run(args: Study) -> None:
-    if args.rows is not None:
+    if args.rows is not None and args.recording:
+        raise ValueError("needs rows or a recording, got both; leave one out")
+    if args.recording:
+        recording, n_ranks = read_recording(*args.recording), args.n_ranks or 4
+        sizes = dict(n_ranks=n_ranks, n_microbatches=args.n_micro_batches or 1)
+        steps = range(len(recording.expert_ids))
+        rows = recorded = torch.stack([recorded_rows(recording, step, **sizes) for step in steps])
+        start = dict(n_ranks=n_ranks, name=args.recording[0].name)
+    elif args.rows is not None:
         rows = recorded = read_rows(args.rows)
         n_ranks = rows.shape[2] if args.n_ranks is None else args.n_ranks
         start = dict(n_ranks=n_ranks, name=args.rows.name)
