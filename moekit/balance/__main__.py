@@ -27,8 +27,8 @@ class Study:
         Counts (m, s, l, E) or (steps, m, s, l, E): of m micro-batches, from s source ranks, in l layers, for
         E experts. A .npy, .npz or .safetensors file; by default an example, of tokens sorted by domain.
     recording
-        What :func:`moekit.balance.write_recording` wrote, of one rank or of several: its rows as so many ranks
-        and micro-batches would have them.
+        What :func:`moekit.balance.write_recording` wrote, of one rank or of several: its rows as so many
+        ranks and micro-batches would have them.
     html
         A file to write the page to, in place of the table; it needs no other file and no network.
     n_ranks
