@@ -21,6 +21,7 @@ from moekit._route import Routing
 from moekit._rowwise import rowwise
 from moekit.kernels import check_shapes
 from moekit.kernels.permute import expert_slots, to_rows, to_tokens
+from moekit.profiling import ranged
 from moekit.tree import check_values, has_values, short_repr
 
 
@@ -62,6 +63,7 @@ class Dispatched:
 register_dataclass(Dispatched)
 
 
+@ranged("dispatch")
 def dispatch(
     x: Float[Tensor, "t d"],
     routing: Routing,
@@ -140,6 +142,7 @@ def dispatch(
     )
 
 
+@ranged("combine")
 def combine(rows: Float[Tensor, "r d"], dispatched: Dispatched) -> Float[Tensor, "t d"]:
     """Bring the experts' outputs home and sum each token's k rows with its routing weights.
 

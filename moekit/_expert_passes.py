@@ -19,6 +19,7 @@ from moekit.kernels.quantize import Format, Quantized, dequantize, quantize, qua
 from moekit.kernels.scaled_mm import scaled_grouped_mm, scaled_weight_grad
 from moekit.kernels.swiglu import swiglu_backward, swiglu_forward
 from moekit.kernels.swiglu_quantized import swiglu_backward_quantized, swiglu_forward_quantized
+from moekit.profiling import named
 
 
 class ExpertProducts(NamedTuple):
@@ -86,7 +87,8 @@ class Experts(torch.autograd.Function):
         of_gate_up, of_down = rounded
         kinds, form, by_row = plan.plain, plan.forward, weights
         if tokens is None:
-            rows, low, by_row = exchange.send(x, places, weights, ends=offsets, form=form, wide=False)
+            with named("dispatch"):
+                rows, low, by_row = exchange.send(x, places, weights, ends=offsets, form=form, wide=False)
             tokens = rows if low is None else low
             del rows, low
         projected = plan.multiply(tokens, of_gate_up.forward, offsets, x, kinds.forward)
@@ -106,7 +108,8 @@ class Experts(torch.autograd.Function):
         parts = [part for operand in operands for part in _parts(operand)]
         ctx.save_for_backward(x, by_row, offsets, places, *parts)
         ctx.plan, ctx.into, ctx.exchange = plan, into, exchange
-        return exchange.fetch(out, places, base=base)[0]
+        with named("combine"):
+            return exchange.fetch(out, places, base=base)[0]
 
     @staticmethod
     @once_differentiable  # what it keeps of the forward has no graph
@@ -124,7 +127,8 @@ class Experts(torch.autograd.Function):
         together = isinstance(exchange, rowwise)  # ranks send and fetch alike, whatever each of them needs
         grad_base = grad if ctx.needs_input_grad[6] else None
 
-        grad, low, _ = exchange.send(grad, places, ends=offsets, form=form, wide=needs_down, tokens=False)
+        with named("combine"):
+            grad, low, _ = exchange.send(grad, places, ends=offsets, form=form, wide=needs_down, tokens=False)
         grad_hidden = plan.multiply(grad if low is None else low, down, offsets, x, kinds.input_grad)
         if form is None:
             kept = dequantize(kept).to(x.dtype) if isinstance(kept, Quantized) else kept
@@ -142,7 +146,8 @@ class Experts(torch.autograd.Function):
             grad_down = plan.grad_of_weights(hidden, grad, offsets, into_down)
         del hidden, grad
         if needs_gate_up or together:
-            rows = exchange.send(x, places, ends=offsets)[0]
+            with named("dispatch"):
+                rows = exchange.send(x, places, ends=offsets)[0]
             if needs_gate_up:
                 grad_gate_up = plan.grad_of_weights(rows, grad_projected, offsets, into_gate_up)
             del rows
@@ -151,7 +156,8 @@ class Experts(torch.autograd.Function):
             out = exchange.outgoing()
             grad_x = plan.multiply(low, gate_up, offsets, x, kinds.input_grad, out=out)
         del low
-        grad_x, grad_weights = exchange.fetch(grad_x, places, each=grad_by_row)
+        with named("dispatch"):
+            grad_x, grad_weights = exchange.fetch(grad_x, places, each=grad_by_row)
         return grad_x, grad_weights, grad_gate_up, grad_down, *[None] * 2, grad_base, *[None] * 5
 
 

@@ -17,11 +17,13 @@ from moekit.kernels.grouped_mm import grouped_mm
 from moekit.kernels.permute import Arrived, OneRank
 from moekit.kernels.swiglu import swiglu
 from moekit.mesh import local
+from moekit.profiling import ranged
 from moekit.tree import check_names, check_not_hollow, check_values, held, is_hollow
 
 Kernels = Literal["auto", "torch", "triton", "quack", "loop"]
 
 
+@ranged("experts")
 def expert_forward(
     experts: TensorDict | Mapping[str, Tensor],
     rows: Float[Tensor, "r d"],
@@ -90,6 +92,7 @@ def expert_forward(
     return out if products.forward == "loop" else _ContiguousGrad.apply(out)
 
 
+@ranged("experts")
 def experts_over_tokens(
     experts: TensorDict | Mapping[str, Tensor],
     x: Float[Tensor, "t d"],

@@ -24,6 +24,7 @@ from moekit.kernels.permute import OneRank, count_experts, expert_slots
 from moekit.kernels.quantize import Quantized
 from moekit.mesh import local
 from moekit.overlap import Overlap, beside, two_batch
+from moekit.profiling import named, ranged
 from moekit.tree import check_names, check_not_hollow
 
 
@@ -103,7 +104,8 @@ def moe(
         y, dropped = _through(via, experts, x, routing, options)
         return y, replace(routing, dropped=dropped)
     if products.elementwise == "triton" and via in (None, "local") and alone:
-        slots = expert_slots(routing.expert_ids, routing.n_experts, kernels="triton")
+        with named("dispatch"):
+            slots = expert_slots(routing.expert_ids, routing.n_experts, kernels="triton")
         offsets = routing.counts.cumsum(0).int()
         exchange = OneRank("triton")
         y = experts_over_tokens(experts, x, slots, routing.weights, offsets, exchange=exchange, **options)
@@ -116,7 +118,8 @@ def moe(
 
 @torch.compiler.disable()  # a compiler may copy a buffer that other ranks write to
 def _through(via: rowwise, experts: Any, x: Tensor, routing: Routing, options: dict) -> tuple[Tensor, Tensor]:
-    places, offsets, dropped = via.plan(routing)
+    with named("dispatch"):
+        places, offsets, dropped = via.plan(routing)
     y = experts_over_tokens(experts, x, places, routing.weights, offsets, exchange=via, **options)
     return y, dropped
 
@@ -171,6 +174,7 @@ def _shared_expert(
     return y
 
 
+@ranged("feed_forward")
 def feed_forward(
     params: TensorDict | Mapping[str, Tensor],
     x: Float[Tensor, "*n d"],

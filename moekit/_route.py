@@ -13,6 +13,7 @@ from moekit.kernels import check_shapes
 from moekit.kernels.permute import count_experts
 from moekit.kernels.router import best, choose, router_logits
 from moekit.mesh import local
+from moekit.profiling import ranged
 from moekit.random import uniform
 from moekit.tree import check_values, short_repr
 
@@ -48,6 +49,7 @@ class Routing:
 register_dataclass(Routing)
 
 
+@ranged("route")
 def route(
     router: Float[Tensor, "d E"],
     x: Float[Tensor, "t d"],

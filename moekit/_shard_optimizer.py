@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from moekit.mesh import all_reduce, describe_place, place, ranks_of
 from moekit.optim import Optimizer, Scaled, check_names
+from moekit.profiling import ranged
 from moekit.tree import held, in_turn, is_hollow, map_named, named, on_mesh
 
 
@@ -111,6 +112,7 @@ def shard_optimizer(
         master = map_named(lambda name, p: plans[name].wrap(plans[name].part(held(p)), like=p), params)
         return TensorDict({"master": master, "inner": optimizer.init(master)})
 
+    @ranged("optimizer")
     @torch.no_grad()
     def update(grads: TensorDict | Scaled, state: TensorDict, params: TensorDict):
         if isinstance(grads, Scaled):

@@ -9,9 +9,11 @@ from moekit.kernels import use_triton
 from moekit.kernels.add import add_product_
 from moekit.kernels.cross_entropy import cross_entropy_
 from moekit.kernels.scale import scaled
+from moekit.profiling import ranged
 from moekit.tree import check_values
 
 
+@ranged("loss")
 def cross_entropy(
     hidden: Float[Tensor, "t d"],
     head: Float[Tensor, "d v"],

@@ -48,6 +48,7 @@ from moekit.losses import cross_entropy
 from moekit.mesh import local
 from moekit.overlap import Overlap
 from moekit.params import param_shapes
+from moekit.profiling import ranged
 from moekit.random import fold_in
 from moekit.tree import check_values, named
 
@@ -90,6 +91,7 @@ def rope_table(n_positions: int, *, config: ModelConfig, like: Tensor) -> Rope:
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+@ranged("attention")
 def attention(
     params: Params,
     x: Float[Tensor, "b s d"],

@@ -189,8 +189,9 @@ def adamw(
     Returns
     -------
     Optimizer
-        State: ``step``, 0-d int64, the updates made; ``exp_avg`` and ``exp_avg_sq``, trees like the
-        parameters. A skipped step changes neither state nor parameters.
+        State: ``step``, 0-d int64, the updates made; ``lr``, 0-d float32, the rate of the last one;
+        ``exp_avg`` and ``exp_avg_sq``, trees like the parameters. A skipped step changes neither averages,
+        ``step`` nor parameters.
 
     Raises
     ------
@@ -223,6 +224,7 @@ def adamw(
         return TensorDict(
             {
                 "step": torch.zeros((), dtype=torch.int64, device=device),
+                "lr": torch.zeros((), device=device),
                 "exp_avg": map_named(lambda _, p: on_mesh(torch.zeros_like(held(p)), like=p), params),
                 "exp_avg_sq": map_named(lambda _, p: on_mesh(torch.zeros_like(held(p)), like=p), params),
             }
@@ -248,6 +250,7 @@ def adamw(
         step = state["step"]
         skip = None if scale is None else ~scale.isfinite()
         rate = lr(step) if callable(lr) else lr
+        state["lr"].fill_(rate)
         now = (step + 1).float()
         for (dtype, decays), group in groups.items():
             ps, gs, ms, vs = (list(column) for column in zip(*group, strict=True))
@@ -324,6 +327,22 @@ def _warmup(who: str, falling: Schedule, peak, warmup_steps, total_steps, floor)
         return torch.where(step < warmup_steps, rise, floor + (peak - floor) * falling(done))
 
     return schedule
+
+
+def figures(state: TensorDict) -> dict[str, Tensor]:
+    """Return what a state says of the last update: ``grad_norm``, ``skipped`` and ``lr``, those that it has.
+
+    The state's own 0-d tensors, which the next update overwrites: of :func:`clip_by_global_norm` and
+    :func:`adamw`, in a :func:`chain` and under :func:`moekit.shard_optimizer`. Waits for nothing.
+    """
+    names = {"norm": "grad_norm", "skipped": "skipped", "lr": "lr"}
+    found: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            found |= {names[key]: value} if key in names else {}
+        elif isinstance(value, TensorDict) and (key == "inner" or key.isdigit()):  # of a link
+            found |= figures(value)
+    return found
 
 
 @torch.no_grad()

@@ -110,6 +110,18 @@ def unit_flops(config: ModelConfig, seq_len: int | None = None) -> list[float]:
     return flops
 
 
+def flops_per_row(config: ModelConfig) -> float:
+    """Return the model FLOPs of a row in an expert, forward and backward: six per weight of the expert.
+
+    >>> config = preset("bench-8L")
+    >>> flops_per_row(config) == 18 * config.d_model * config.d_expert
+    True
+    """
+    shapes = param_shapes(config).items()
+    layer = f"layers.{config.n_dense_layers}.moe.experts."
+    return 6 * sum(math.prod(shape) for name, shape in shapes if name.startswith(layer)) / config.n_experts
+
+
 def split_layers(config: ModelConfig, n_stages: int, *, seq_len: int | None = None) -> list[Stage]:
     """Split a model into stages so that the most expensive one costs as little as it can.
 

@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import tempfile
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -111,6 +112,8 @@ class SymmetricMemory:
         make = _on_cuda if device.type == "cuda" else _on_cpus
         if self.size == 1 or without_values:
             make = _without_peers
+        if make is not _without_peers:
+            _BESIDE_TORCH.add(self)
         arenas, self._barrier = make(self.n_bytes, mesh, device, timeout)
         arenas[self.rank].zero_()
         self.tensors: dict[str, Shared] = {}
@@ -133,6 +136,14 @@ class SymmetricMemory:
             it waited for, and stops: whatever the host calls next of CUDA fails, or ends the process.
         """
         self._barrier()
+
+
+_BESIDE_TORCH: "weakref.WeakSet[SymmetricMemory]" = weakref.WeakSet()
+
+
+def allocated_bytes() -> int:
+    """Return this process's bytes of symmetric memory, which ``torch.cuda.memory_stats`` does not count."""
+    return sum(memory.n_bytes for memory in _BESIDE_TORCH)
 
 
 def _check_alike(layout: Layout, mesh: DeviceMesh) -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from moekit.batch import split_for
 from moekit.kernels.add import add_
 from moekit.mesh import gradient_placements, sum_over_ranks
+from moekit.profiling import ranged
 from moekit.tree import add_up, at_least_float32, held, in_turn, map_named, named, nested, on_mesh
 
 OnGrad = Callable[[str, Tensor], Tensor | None]
@@ -315,6 +316,7 @@ class GradientSums:
         if unknown := self._buffers.keys() - set(self.names):
             raise ValueError(f"{who} needs buffers of parameters, got {sorted(unknown)} in into")
 
+    @ranged("gradients")
     def add(self, name: str, grad: Tensor | None) -> None:
         """Add what ``on_grad`` makes of a gradient, one call later, so that its collective goes on."""
         if grad is None:
@@ -342,6 +344,7 @@ class GradientSums:
                 self._sums[name] = on_mesh(zeros, like=p, placements=gradient_placements(p))
         return nested({name: self._sums[name] for name in params})
 
+    @ranged("gradients")
     def land(self) -> None:
         """Add what is in flight."""
         while self._in_flight:

@@ -22,8 +22,7 @@ import torch
 import tyro
 
 import moekit as mk
-from moekit import checkpoint, config, corpora, data, dryrun, layouts, plan, tracking
-from moekit.mesh import data_rank
+from moekit import checkpoint, config, corpora, data, dryrun, layouts, profiling, tracking
 
 # --- Config ---------------------------------------------------------------------------
 
@@ -58,6 +57,7 @@ class Config:
     resume: bool = False  # continue from the newest checkpoint in the folder, if any
     log_every: int = 5  # steps
     gpu: Literal["h100", "h200", "b200", "b300"] | None = None  # refuse what exceeds its memory
+    profile: int = 0  # steps to trace, after three; where their time went is printed
     dry_run: bool = False  # execute the step on fake ranks, without values, and say what it needs
     n_gpus: int = 1  # ranks of a dry run
     full: bool = False  # a dry run of two ranks of every single group
@@ -121,7 +121,6 @@ if cfg.dry_run:
 # --- Train ----------------------------------------------------------------------------
 
 mesh, context, held, train_step = build()
-rank, n_ranks = data_rank(mesh)
 corpus = corpora.load_corpus(cfg.tokens, eos=cfg.eos, vocab_size=model.vocab_size)
 samples = data.pack(corpus, cfg.seq_len)
 loader = data.Loader(samples, cfg.batch_size, seed=cfg.seed, context=context, mesh=mesh)
@@ -136,15 +135,14 @@ step = 0
 if saved := checkpoint.resume(cfg.folder, snapshot(step), wanted=cfg.resume, config=model, mesh=mesh):
     loader.load_state_dict(saved["data"])
     step = saved["step"]
-run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, resume=cfg.resume, rank=rank)
+run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, resume=cfg.resume, mesh=mesh)
 progress = tracking.Progress(
     run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len,
-    peak_flops=plan.peak_flops(device), rank=rank,
+    config=model, seq_len=cfg.seq_len, mesh=mesh,
 )  # fmt: skip
-flops = plan.flops_per_token(model, cfg.seq_len) / n_ranks
-for step in progress:
+for step in profiling.traced(progress, cfg.profile, folder=cfg.folder):
     stats = train_step(held, next(loader).to(device), step)
-    progress.log(stats, first_layer=model.n_dense_layers, flops_per_token=flops)
+    progress.log(stats, held)
     if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.n_steps):
         with progress.paused():
             checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)

@@ -26,8 +26,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 import moekit as mk
-from moekit import config, corpora, data, dryrun, layouts, plan, tracking
-from moekit.mesh import data_mesh, data_rank
+from moekit import config, corpora, data, dryrun, layouts, profiling, tracking
+from moekit.mesh import data_mesh
 from moekit.params import draw_slab, param_dtype
 from moekit.tree import has_values
 
@@ -58,6 +58,7 @@ class Config:
     toy: bool = False  # the same code at a width for a laptop, in float32
     folder: Path = Path("runs/moe_47b_fsdp")
     log_every: int = 5  # steps
+    profile: int = 0  # steps to trace, after three; where their time went is printed
     dry_run: bool = False  # execute the step on fake ranks, without values, and say what it needs
     n_gpus: int = 1  # ranks of a dry run
     full: bool = False  # a dry run of two ranks of every single group
@@ -219,17 +220,15 @@ if cfg.dry_run:
 # --- Data, train ----------------------------------------------------------------------
 
 mesh, _, held, train_step = build()
-rank, n_ranks = data_rank(mesh)
 corpus = corpora.load_corpus(cfg.tokens, eos=cfg.eos, vocab_size=model.vocab_size)
 loader = data.Loader(data.pack(corpus, cfg.seq_len), cfg.batch_size, seed=cfg.seed, mesh=mesh)
-run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, rank=rank)
+run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, mesh=mesh)
 progress = tracking.Progress(
     run, cfg.n_steps, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len,
-    peak_flops=plan.peak_flops(device), rank=rank,
+    config=model, seq_len=cfg.seq_len, mesh=mesh,
 )  # fmt: skip
-flops = plan.flops_per_token(model, cfg.seq_len) / n_ranks
-for step in progress:
+for step in profiling.traced(progress, cfg.profile, folder=cfg.folder):
     stats = train_step(held, next(loader).to(device), step)
-    progress.log(stats, first_layer=model.n_dense_layers, flops_per_token=flops)
+    progress.log(stats, held)
 run.finish()
 dist.destroy_process_group()

@@ -19,7 +19,7 @@ import torch
 import tyro
 
 import moekit as mk
-from moekit import checkpoint, corpora, data, dryrun, layouts, tracking
+from moekit import checkpoint, corpora, data, dryrun, layouts, profiling, tracking
 from moekit.mesh import data_rank
 
 # --- Config ---------------------------------------------------------------------------
@@ -47,6 +47,7 @@ class Config:
     log_every: int = 10  # steps
     save_every: int = 200  # steps
     sample_bytes: int = 300  # written at the end
+    profile: int = 0  # steps to trace, after three; where their time went is printed
     dry_run: bool = False  # execute the step on fake ranks, without values, and say what it needs
     n_gpus: int = 1  # ranks of a dry run
 
@@ -140,22 +141,21 @@ step = 0
 if saved := checkpoint.resume(cfg.folder, snapshot(step), wanted=cfg.resume, config=model, mesh=mesh):
     loader.load_state_dict(saved["data"])
     step = saved["step"]
-run = tracking.start_run(cfg, project="moekit-quickstart", folder=cfg.folder, resume=cfg.resume, rank=rank)
+run = tracking.start_run(cfg, project="moekit-quickstart", folder=cfg.folder, resume=cfg.resume, mesh=mesh)
 
 progress = tracking.Progress(
     run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len,
-    token="byte", rank=rank,
+    token="byte", config=model, seq_len=cfg.seq_len, mesh=mesh,
 )  # fmt: skip
-for step in progress:
+for step in profiling.traced(progress, cfg.profile, folder=cfg.folder):
     stats = train_step(held, next(loader).to(device), step)
-    grad_norm = held["state"]["inner", "0", "norm"]
-    progress.log(stats, first_layer=model.n_dense_layers, grad_norm=grad_norm)
+    progress.log(stats, held)
     if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.n_steps):
         with progress.paused():
             checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
             if step < cfg.n_steps:
                 bpb = bits_per_byte(held_out_samples)
-                run.log(dict(held_out_bits_per_byte=bpb), step=step)
+                run.log({"held_out/bits_per_byte": bpb}, step=step)
                 progress.write(f"held-out bits per byte {bpb:.3f}")
 
 # --- What it learnt -------------------------------------------------------------------
@@ -168,7 +168,7 @@ new = mk.generate(
 )
 if rank == 0:
     trigram = corpora.trigram_bits_per_byte(train_files.values(), held_out_files.values())
-    run.log(dict(held_out_bits_per_byte=bpb, trigram_bits_per_byte=trigram), step=step)
+    run.log({"held_out/bits_per_byte": bpb, "held_out/trigram_bits_per_byte": trigram}, step=step)
     print(f"held-out bits per byte: model {bpb:.3f}, 3-gram {trigram:.3f}")
     print("def " + tokenizer.decode(new[0].tolist()))
 run.finish()

@@ -18,7 +18,7 @@ import torch
 import tyro
 
 import moekit as mk
-from moekit import checkpoint, corpora, data, dryrun, hf, layouts, plan, tracking
+from moekit import checkpoint, corpora, data, dryrun, hf, layouts, profiling, tracking
 from moekit.mesh import data_rank
 
 # --- Config ---------------------------------------------------------------------------
@@ -59,6 +59,7 @@ class Config:
     log_every: int = 10  # steps
     save_every: int = 500  # steps
     gpu: Literal["h100", "h200", "b200", "b300"] | None = None  # refuse what exceeds its memory
+    profile: int = 0  # steps to trace, after three; where their time went is printed
     dry_run: bool = False  # execute the step on fake ranks, without values, and say what it needs
     n_gpus: int = 1  # ranks of a dry run
     full: bool = False  # a dry run of two ranks of every single group
@@ -147,7 +148,7 @@ samples = data.pack(corpus, cfg.seq_len)
 # --- Train ----------------------------------------------------------------------------
 
 mesh, _, held, train_step = build()
-rank, n_ranks = data_rank(mesh)
+rank, _ = data_rank(mesh)
 loader = data.Loader(samples, cfg.batch_size, seed=cfg.seed, mesh=mesh)
 
 
@@ -160,18 +161,17 @@ step = 0
 if saved := checkpoint.resume(cfg.folder, snapshot(step), wanted=cfg.resume, config=model, mesh=mesh):
     loader.load_state_dict(saved["data"])
     step = saved["step"]
-run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, resume=cfg.resume, rank=rank)
+run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, resume=cfg.resume, mesh=mesh)
 if rank == 0:
     print(mk.describe(held["params"]))
 
 progress = tracking.Progress(
-    run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len, rank=rank
-)
-flops = plan.flops_per_token(model, cfg.seq_len) / n_ranks
-for step in progress:
+    run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len,
+    config=model, seq_len=cfg.seq_len, mesh=mesh,
+)  # fmt: skip
+for step in profiling.traced(progress, cfg.profile, folder=cfg.folder):
     stats = train_step(held, next(loader).to(device), step)
-    grad_norm = held["state"]["inner", "0", "norm"]
-    progress.log(stats, first_layer=model.n_dense_layers, flops_per_token=flops, grad_norm=grad_norm)
+    progress.log(stats, held)
     if cfg.save_every and (step % cfg.save_every == 0 or step == cfg.n_steps):
         with progress.paused():
             checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)

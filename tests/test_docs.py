@@ -62,6 +62,7 @@ def test_the_page_on_routing_runs_and_balances_as_recorded():
         "gerrymandering.md",
         "overlap.md",
         "routing.md",
+        "metrics.md",
     ],
 )
 def test_the_index_lists_the_page_and_the_pages_it_links_exist(page):

@@ -136,7 +136,7 @@ def test_update_works_in_place_and_returns_its_arguments():
 def test_state_has_stable_names():
     state = chain(clip_by_global_norm(1.0), adamw(1e-2)).init(random_tree(-1))
     assert list(named(state)) == [
-        *("0.norm", "0.skipped", "1.step"),
+        *("0.norm", "0.skipped", "1.step", "1.lr"),
         *(f"1.exp_avg.{name}" for name in SHAPES),
         *(f"1.exp_avg_sq.{name}" for name in SHAPES),
     ]

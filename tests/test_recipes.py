@@ -134,7 +134,9 @@ def test_train_moe_trains_a_preset_on_token_files_and_an_olmoe_on_text(tmp_path)
     got = losses(on_ranks(2, *common, *source, *options, "--folder", tmp_path / "two"))
     assert got.keys() == want.keys() and all(abs(got[i] - want[i]) < 1e-4 for i in want)
     text = ["--text", texts(tmp_path / "text"), "--assignment", "random"]
-    assert len(losses(on_ranks(1, *common, *text, "--folder", tmp_path / "three"))) == 4
+    printed = on_ranks(1, *common, *text, "--folder", tmp_path / "three", "--profile", 1)
+    assert len(losses(printed)) == 4 and re.search("where a step's .* ms went", printed)
+    assert {"trace.json", "metrics.jsonl", "report.html"} <= {x.name for x in (tmp_path / "three").iterdir()}
 
 
 def test_moe_47b_has_the_same_losses_on_ranks_of_experts(tmp_path):

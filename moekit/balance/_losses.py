@@ -12,10 +12,12 @@ from moekit._route import Routing
 from moekit.balance._load import rank_load
 from moekit.kernels.permute import count_experts
 from moekit.mesh import all_gather, data_mesh
+from moekit.profiling import ranged
 
 Population = Literal["document", "rank", "micro_batch", "batch"]
 
 
+@ranged("balance")
 def load_balancing_loss(
     routing: Routing,
     *,
@@ -127,6 +129,7 @@ def load_balancing_loss(
     return p.shape[-1] * per_token.sum() / _at_least_one(total)
 
 
+@ranged("balance")
 def router_z_loss(
     routing: Routing,
     *,

@@ -1,0 +1,160 @@
+"""Figures of a step and of a run, by the names that docs/metrics.md lists."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import harmonic_mean
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from moekit.balance import evenness, rank_load
+
+Figures = dict[str, float | int]
+
+
+def load_figures(counts: Int[Tensor, "l E"], *, first_layer: int = 0) -> Figures:
+    """Return how even the load of the experts is: of the worst layer, and of each.
+
+    Reads the counts on the host. They are those of the whole global batch: what ranks wait for is less even
+    (:func:`wait_figures`).
+
+    Parameters
+    ----------
+    counts : Int[Tensor, "l E"]
+        Rows per expert of the layers that have experts.
+    first_layer : int
+        Number of the first of them in the model: ``config.n_dense_layers``.
+
+    Examples
+    --------
+    >>> load_figures(torch.tensor([[2, 2, 0, 0]]))["load/max_over_mean"]
+    2.0
+    """
+    even, mean = evenness(counts), counts.double().mean(-1)
+    kinds = {
+        "max_over_mean": (even.max_over_mean, max),
+        "min_over_mean": ((counts.amin(-1) / mean).where(mean > 0, 1.0), min),
+        "cv": (even.coefficient_of_variation, max),
+        "entropy": (even.entropy, min),
+        "dead": (even.n_dead, sum),
+    }
+    figures: Figures = {}
+    for name, (by_layer, worst) in kinds.items():
+        figures[f"load/{name}"] = worst(by_layer.tolist())
+        figures |= _by_layer(f"load_layers/{name}", by_layer, first_layer)
+    return figures
+
+
+def wait_figures(
+    counts: Int[Tensor, "l E"],
+    fullest: Int[Tensor, " l"],
+    *,
+    n_ranks: int,
+    n_groups: int = 1,
+    rows: Float[Tensor, " l"] | None = None,
+    ms_per_row: float | None = None,
+    first_layer: int = 0,
+) -> Figures:
+    """Return what ranks wait for in the experts, and how much of it the sums of a step do not show.
+
+    A layer's product is done when its fullest rank is, in each micro-batch. Reads its tensors on the host.
+
+    Parameters
+    ----------
+    counts : Int[Tensor, "l E"]
+        Rows per expert of the global batch.
+    fullest : Int[Tensor, " l"]
+        Rows of the fullest rank, summed over micro-batches and groups: ``stats["fullest"]`` of
+        :func:`moekit.next_token_loss`, summed over ranks.
+    n_ranks : int
+        Of a group, which share one copy of the experts: ep.
+    n_groups : int
+        Groups that wait at the same time: ranks in all, those of pipeline stages included, by ep.
+    rows : Float[Tensor, " l"], optional
+        That are computed, where these are not those of ``counts``: with padding, without what was dropped.
+    ms_per_row : float, optional
+        Of a row in an expert, forward and backward, for ``wait/ms``.
+    first_layer : int
+        As for :func:`load_figures`.
+
+    Examples
+    --------
+    Two micro-batches, each of which goes to one of two ranks, the other one each time:
+
+    >>> figures = wait_figures(torch.tensor([[8, 8]]), torch.tensor([16]), n_ranks=2)
+    >>> [figures[f"wait/{name}"] for name in ("waited", "seen", "gap", "rows")]
+    [2.0, 1.0, 1.0, 8.0]
+    """
+    even = (counts.sum(-1) if rows is None else rows).double() / n_ranks
+    seen = evenness(rank_load(counts, n_ranks)).max_over_mean
+    waited = (fullest / even).where(even > 0, 1.0)
+    weights = even / even.sum() if even.sum() else torch.full_like(even, 1 / len(even))
+    lost = (fullest - even).sum().item() / n_groups
+    figures = {
+        "wait/waited": (waited * weights).sum().item(),
+        "wait/seen": (seen * weights).sum().item(),
+        "wait/gap": ((waited - seen) * weights).sum().item(),
+        "wait/rows": lost,
+    }
+    if ms_per_row is not None:
+        figures["wait/ms"] = lost * ms_per_row
+    figures |= _by_layer("wait_layers/waited", waited, first_layer)
+    return figures | _by_layer("wait_layers/gap", waited - seen, first_layer)
+
+
+def _by_layer(name: str, values: Tensor, first_layer: int) -> Figures:
+    return {f"{name}/{i}": x for i, x in enumerate(values.tolist(), first_layer)}
+
+
+def read_metrics(folder: str | Path) -> dict[int, dict[str, Any]]:
+    """Return the figures that a run has logged to its folder, by step.
+
+    After a run was continued from a checkpoint, what had been logged of later steps is left out; so is a line
+    that the end of a process has torn.
+    """
+    records: dict[int, dict[str, Any]] = {}
+    last = 0
+    for line in Path(folder, "metrics.jsonl").read_text().splitlines():
+        try:
+            figures = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        step = figures.pop("step")
+        if step < last:
+            records = {earlier: record for earlier, record in records.items() if earlier < step}
+        records.setdefault(step, {}).update(figures)
+        last = step
+    return records
+
+
+def summarize(records: Mapping[int, Mapping[str, Any]]) -> Figures:
+    """Return the figures of a whole run, from those of its steps (:func:`moekit.tracking.read_metrics`).
+
+    >>> steps = {1: {"loss": 3.0, "speed/tokens_per_second": 5.0}}
+    >>> steps[2] = {"loss": 4.0, "speed/tokens_per_second": 20.0}
+    >>> summarize(steps)["summary/tokens_per_second"]  # of steps of as many tokens each
+    8.0
+    """
+
+    def of(name: str) -> list[float | int]:
+        return [record[name] for record in records.values() if name in record]
+
+    summary: Figures = {}
+    if losses := of("loss"):
+        finite = [x for x in losses if math.isfinite(x)]
+        summary |= {"last_loss": losses[-1], "best_loss": min(finite, default=math.nan)}
+    if tokens := of("tokens"):
+        summary["tokens"] = tokens[-1]
+    if rates := of("speed/tokens_per_second"):
+        summary["tokens_per_second"] = harmonic_mean(rates)
+    for name in ("memory/peak_active_gib", "memory/peak_reserved_gib"):
+        if peaks := of(name):
+            summary[name.removeprefix("memory/")] = max(peaks)
+    for name in ("wait/waited", "wait/gap", "wait/rows", "wait/ms"):
+        if values := of(name):
+            summary["mean_" + name.replace("/", "_")] = sum(values) / len(values)
+    return {f"summary/{name}": x for name, x in summary.items()}

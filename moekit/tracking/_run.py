@@ -1,0 +1,150 @@
+"""Where the figures of a run go: wandb, and files in the run's folder."""
+
+import atexit
+import json
+import secrets
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from moekit.tracking._figures import read_metrics, summarize
+from moekit.tracking._report import heat_map, write_report
+
+
+class Run:
+    """A run's figures on their way to ``metrics.jsonl`` in its folder, and to wandb.
+
+    The report is written by :meth:`finish`, or when the interpreter ends without it, as by an exception or
+    Ctrl-C. A process that is killed has its figures in the file: ``python -m moekit.tracking FOLDER``.
+
+    Parameters
+    ----------
+    folder : str or Path, optional
+        Made if needed; None, as on ranks other than 0, logs nothing.
+    wandb : wandb.Run, optional
+        Gets the figures too, and at the end their summary.
+    resume : bool
+        Append to the folder's figures instead of beginning anew.
+    """
+
+    def __init__(self, folder: str | Path | None, *, wandb: Any = None, resume: bool = False):
+        self.folder, self.wandb = None if folder is None else Path(folder), wandb
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "metrics.jsonl"
+        torn = resume and path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        self._file = path.open("a" if resume else "w")
+        if torn:  # the process was killed while it wrote
+            self._file.write("\n")
+        atexit.register(self.report)
+
+    def log(self, figures: Mapping[str, Any], *, step: int) -> None:
+        """Write the figures of a step; several calls for one step add up.
+
+        Numbers and 0-d tensors, and lists of numbers by the number of their layer, such as ``load/rows``,
+        which wandb gets as an image.
+        """
+        if self.folder is None:
+            return
+        figures = {name: x.item() if isinstance(x, Tensor) else x for name, x in figures.items()}
+        self._file.write(json.dumps({"step": step} | figures) + "\n")
+        self._file.flush()
+        if self.wandb is not None and not self.wandb.disabled:
+            from wandb import Image
+
+            shown = {name: Image(heat_map(x)) for name, x in figures.items() if isinstance(x, dict)}
+            self.wandb.log(figures | shown, step=step)
+
+    def report(self) -> None:
+        """Write the report, and the summary to wandb."""
+        if self.folder is None:
+            return
+        if self.wandb is not None:
+            self.wandb.summary.update(summarize(read_metrics(self.folder)))
+        print(f"report: {write_report(self.folder)}")
+
+    def finish(self) -> None:
+        """Write the report and end the run."""
+        if self.folder is None:
+            return
+        atexit.unregister(self.report)
+        try:
+            self.report()
+        finally:
+            self._file.close()
+            if self.wandb is not None:
+                self.wandb.finish()
+
+
+def start_run(
+    config: Any,
+    *,
+    project: str,
+    folder: str | Path,
+    resume: bool = False,
+    mesh: DeviceMesh | None = None,
+) -> Run:
+    """Start a run whose figures go to files of ``folder``, and to wandb where it is installed.
+
+    Online where the user is logged in, else offline; ``WANDB_MODE=disabled`` leaves wandb out. Ranks other
+    than 0 log nothing.
+
+    Parameters
+    ----------
+    config : dataclass
+        Logged whole, also to ``config.json``.
+    project : str
+        Name of the project.
+    folder : str or Path
+        Where figures, report and wandb's files are, and the id of the run; made if needed.
+    resume : bool
+        Continue the run of this folder. wandb gives an offline run that continues a new directory under the
+        same id, which ``wandb sync`` joins.
+    mesh : DeviceMesh, optional
+        From :func:`moekit.make_mesh`: which rank this is.
+    """
+    if mesh is not None and dist.get_rank():
+        return Run(None)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(asdict(config), default=str, indent=1) + "\n")
+    return Run(folder, wandb=_start_wandb(config, project, folder, resume), resume=resume)
+
+
+def _start_wandb(config: Any, project: str, folder: Path, resume: bool) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        print(f"wandb is not installed ({error}): figures and the report go to {folder} alone")
+        return None
+    known = folder / "wandb-run-id"
+    if not (resume and known.exists()):
+        known.write_text(secrets.token_hex(4))
+    mode = _mode(wandb)
+    return wandb.init(
+        project=project,
+        dir=str(folder),
+        config=asdict(config),
+        id=known.read_text(),
+        resume="allow" if mode == "online" and resume else None,
+        mode=mode,
+        settings=wandb.Settings(silent=True),
+    )
+
+
+def _mode(wandb: Any) -> Any:
+    wanted = wandb.setup().settings.mode
+    if wanted != "online":  # what the user's own settings say, such as WANDB_MODE=disabled
+        return wanted
+    try:
+        return "online" if wandb.login(prompt=False) else "offline"
+    except wandb.errors.Error as error:  # a key that cannot be checked, as on a node without internet
+        warnings.warn(f"wandb logs offline: {error}", stacklevel=4)
+        return "offline"

@@ -1,0 +1,133 @@
+"""What is logged of the experts' load and of the ranks that wait for it."""
+
+import pytest
+import torch
+
+import moekit as mk
+from moekit import balance, tracking
+from moekit.testing import ranks
+from moekit.tracking._report import heat_map
+
+
+def test_the_load_of_a_balanced_layer_is_one_and_the_worst_layer_stands_for_all():
+    figures = tracking.load_figures(torch.tensor([[5, 5, 5], [0, 0, 30]]), first_layer=2)
+    layers = {name: x for name, x in figures.items() if name.startswith("load_layers")}
+    assert layers == {
+        "load_layers/max_over_mean/2": 1.0,
+        "load_layers/max_over_mean/3": 3.0,
+        "load_layers/min_over_mean/2": 1.0,
+        "load_layers/min_over_mean/3": 0.0,
+        "load_layers/cv/2": 0.0,
+        "load_layers/cv/3": pytest.approx(2**0.5),
+        "load_layers/entropy/2": pytest.approx(1.0),
+        "load_layers/entropy/3": 0.0,
+        "load_layers/dead/2": 0,
+        "load_layers/dead/3": 2,
+    }
+    worst = dict(max_over_mean=3.0, min_over_mean=0.0, entropy=0.0, dead=2)
+    assert worst.items() <= {k.removeprefix("load/"): x for k, x in figures.items()}.items()
+
+
+def test_a_layer_without_rows_counts_as_even():
+    figures = tracking.load_figures(torch.zeros(1, 4, dtype=torch.int64))
+    assert figures["load/max_over_mean"] == figures["load/min_over_mean"] == 1.0 and not figures["load/dead"]
+    nothing = torch.zeros(1, dtype=torch.int64)
+    waits = tracking.wait_figures(torch.zeros(1, 4, dtype=torch.int64), nothing, n_ranks=2)
+    assert waits["wait/waited"] == 1.0 and waits["wait/gap"] == waits["wait/rows"] == 0.0
+
+
+def test_batches_sorted_by_domain_wait_and_no_sum_of_a_step_shows_it():
+    n_ranks, n_rows = 4, 100
+    rows = balance.sorted_by_domain(n_ranks, n_rows=n_rows)
+    counts = rows.sum((0, 1))
+    fullest = balance.rank_load(rows.sum(1), n_ranks).amax(-1).sum(0)
+    figures = tracking.wait_figures(counts, fullest, n_ranks=n_ranks, ms_per_row=0.5)
+    gap = balance.gerrymandering_gap(rows, n_ranks)
+    assert figures["wait/waited"] == gap.waited.item() == n_ranks
+    assert figures["wait/seen"] == gap.seen.item() == 1.0
+    assert figures["wait/gap"] == figures["wait_layers/gap/0"] == n_ranks - 1
+    assert figures["wait/rows"] == balance.wait(rows, n_ranks).sum().item() > 0
+    assert figures["wait/ms"] == 0.5 * figures["wait/rows"]
+
+
+def test_groups_of_ranks_wait_at_the_same_time_and_layers_weigh_as_their_rows():
+    rows = torch.randint(0, 50, (3, 2, 2, 8), generator=torch.Generator().manual_seed(0))  # m, groups, l, E
+    rows[:, :, 1] *= 3
+    load = balance.rank_load(rows, 4)
+    fullest, counts = load.amax(-1).sum((0, 1)), rows.sum((0, 1))
+    figures = tracking.wait_figures(counts, fullest, n_ranks=4, n_groups=2)
+    by_group = [balance.wait(rows[:, i : i + 1], 4).sum().item() for i in range(2)]
+    assert figures["wait/rows"] == pytest.approx(sum(by_group) / 2)
+    even = counts.sum() / 4
+    assert figures["wait/waited"] == pytest.approx((fullest.sum() / even).item())
+    seen = balance.rank_load(counts, 4).amax(-1).sum() / even
+    assert figures["wait/gap"] == pytest.approx(figures["wait/waited"] - seen.item())
+
+
+def test_padding_that_only_the_fullest_ranks_count_is_no_wait():
+    counts, fullest, padded = torch.tensor([[4, 4]]), torch.tensor([8]), torch.tensor([16.0])
+    assert tracking.wait_figures(counts, fullest, n_ranks=2, rows=padded)["wait/rows"] == 0.0
+    assert tracking.wait_figures(counts, fullest, n_ranks=2)["wait/rows"] == 4.0
+
+
+class Records(list):
+    def log(self, figures, step):
+        self.append(figures)
+
+
+@pytest.mark.parametrize("expert_ranks", [None, 2])
+def test_progress_says_what_ranks_wait_for_where_several_share_the_experts(expert_ranks, capsys):
+    records, config = Records(), mk.preset("tiny")
+    progress = tracking.Progress(
+        records, 1, tokens_per_step=10, config=config, expert_ranks=expert_ranks, peak_flops=1e9
+    )
+    stats = dict(cross_entropy=torch.tensor(2.0), counts=torch.tensor([[4, 4], [4, 4]]))
+    stats |= dict(fullest=torch.tensor([6, 4]), n_routes=torch.tensor(16), n_dropped=torch.tensor(0))
+    for _ in progress:
+        progress.log(stats | dict(router_entropy=torch.tensor(0.5)))
+    (figures,) = records
+    assert figures["router/entropy"] == 0.5
+    assert ("wait/waited" in figures) == (expert_ranks == 2)
+    assert ("waited 1.25, seen 1.00" in capsys.readouterr().out) == (expert_ranks == 2)
+    if expert_ranks:
+        assert figures["wait/ms"] == pytest.approx(2 * 18 * config.d_model * config.d_expert / 1e6)
+        assert figures[f"wait_layers/waited/{config.n_dense_layers}"] == 1.5
+
+
+def test_the_heat_map_is_blue_below_the_mean_of_a_layer_and_red_above():
+    image = heat_map({"1": [0, 2], "2": [10, 10]})
+    assert image.shape == (8, 8, 3)
+    low, high, even = image[0, 0].astype(int), image[0, 7].astype(int), image[7, 0].astype(int)
+    assert low[2] > low[0] + 50 and high[0] > high[2] + 50 and abs(even[0] - even[2]) < 10
+
+
+@pytest.mark.parametrize(("ep", "n_microbatches"), [(2, 3), (1, 3)])
+def test_a_run_of_ranks_logs_what_its_own_statistics_say(tmp_path, ep, n_microbatches):
+    config = mk.ModelConfig(
+        vocab_size=64, d_model=16, n_layers=2, n_heads=2, n_kv_heads=1, d_head=8, n_experts=8, top_k=2,
+        d_expert=16, max_seq_len=32,
+    )  # fmt: skip
+
+    def rank():
+        mesh = mk.make_mesh(ep=ep, device="cpu")
+        params = mk.init_params(config, mesh=mesh)
+        tokens = torch.arange(6 * 32).view(6, 32) % 64
+        documents = torch.zeros_like(tokens)
+        documents[:, 20:] = -1  # padding
+        batch = mk.count_tokens(mk.batch.make_batch(tokens, documents, torch.arange(6)), mesh=mesh)
+        loss_fn = mk.value_and_grad(mk.next_token_loss, has_aux=True)
+        grad_fn = mk.accumulate(loss_fn, n_microbatches)
+        (_, stats), _ = grad_fn(params, batch, config=config, expert_ranks=2, mesh=mesh)
+        stats = mk.mesh.sum_over_ranks(stats, mesh=mesh)
+        run = tracking.Run(tmp_path if mesh.get_rank() == 0 else None)
+        progress = tracking.Progress(run, 1, tokens_per_step=1, config=config, expert_ranks=2, mesh=mesh)
+        for _ in progress:
+            progress.log(stats)
+        return stats["fullest"].sum().item(), stats["n_routes"].item()
+
+    (fullest, n_routes), _ = ranks(2)(rank)
+    (figures,) = tracking.read_metrics(tmp_path).values()
+    assert figures["wait/waited"] == pytest.approx(2 * fullest / n_routes) and figures["wait/waited"] > 1.0
+    # Each rank is a group where it holds all experts: then two wait at the same time.
+    assert figures["wait/rows"] == pytest.approx((fullest - n_routes / 2) / (2 // ep))
+    assert 0 < figures["router/entropy"] < torch.tensor(8.0).log()
