@@ -7,6 +7,7 @@ same functions run one after the other and give the same values.
 """
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -132,73 +133,87 @@ class Choice:
         return f"{self.name} is fastest: {times}"
 
 
-def choose(
-    functions: Mapping[str, Callable],
-    *args: Any,
-    rounds: int = 5,
-    mesh: DeviceMesh | None = None,
-    **kwargs: Any,
-) -> Choice:
-    """Time functions on the caller's own arguments, and say which is fastest.
+class fastest:
+    """A function that calls each of several in turn, and from when their times are known the fastest.
 
-    They take turns, after a call of each that is not timed, as it may compile. A function's time is the
-    median of its calls; of several ranks, the slowest's counts. What they return is dropped, so they should
-    change nothing: pass a function of loss and gradients, not a whole step.
+    They should be ways to the same result, so that calls which measure are calls like any other: of a whole
+    training step, the function of loss and gradients. Each is called once before it is timed, as it may
+    compile. A function's time is the median of its calls; of several ranks, the slowest's counts. One
+    function alone is not timed, and without values, as in a dry run, the first one is called.
 
-    Collective over ``mesh``, whose ranks all get the same answer, besides what the functions themselves do.
-    The host waits once, at the end.
+    Collective over ``mesh`` once, in the call that decides, besides what the functions do; the host waits for
+    the device in it. All ranks get the same answer, and the first one prints it.
 
     Parameters
     ----------
     functions : mapping
         By name. Of equals the first wins.
-    *args, **kwargs
-        What each is called with.
     rounds : int
         Timed calls of each.
     mesh : DeviceMesh, optional
         All ranks that call this; any axes.
 
-    Returns
-    -------
-    Choice
+    Attributes
+    ----------
+    choice : Choice or None
+        None while it measures.
 
     Raises
     ------
     ValueError
-        Without functions or rounds, and for tensors without values, as in a dry run.
+        Without functions or rounds.
 
     Examples
     --------
-    >>> choose({"slow": lambda s: time.sleep(s), "fast": lambda s: None}, 1e-3).name
+    >>> run = fastest({"slow": lambda s: time.sleep(s), "fast": lambda s: None}, rounds=1)
+    >>> for _ in range(4):
+    ...     run(1e-3)  # doctest: +ELLIPSIS
+    fast is fastest: slow ... ms, fast ... ms
+    >>> run.choice.name
     'fast'
     """
-    if not functions or rounds < 1:
-        raise ValueError(f"choose needs a function and rounds >= 1, got {list(functions)} and {rounds=}")
-    if not all(has_values(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
-        raise ValueError("choose needs values to time functions on, got tensors without; name one of them")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = device if mesh is None else mesh.device_type
-    for fn in functions.values():
-        fn(*args, **kwargs)
-    marks: dict[str, list[tuple]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, fn in functions.items():
-            start = _mark(device)
-            fn(*args, **kwargs)
-            marks[name].append((start, _mark(device)))
-    if device == "cuda":
+
+    def __init__(self, functions: Mapping[str, Callable], *, rounds: int = 5, mesh: DeviceMesh | None = None):
+        if not functions or rounds < 1:
+            raise ValueError(f"fastest needs a function and rounds >= 1, got {list(functions)} and {rounds=}")
+        self.functions, self.rounds, self.mesh = dict(functions), rounds, mesh
+        self.choice: Choice | None = None
+        self._turns = itertools.cycle(functions)
+        self._marks: dict[str, list[tuple]] = {name: [] for name in functions}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call one of the functions and return what it does."""
+        if self.choice is not None:
+            return self.functions[self.choice.name](*args, **kwargs)
+        first, *others = self.functions.values()
+        tensors = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        if not others or not all(map(has_values, tensors)):
+            return first(*args, **kwargs)
+        name = next(self._turns)
+        start = _mark()
+        out = self.functions[name](*args, **kwargs)
+        self._marks[name].append((start, _mark()))
+        if all(len(pairs) > self.rounds for pairs in self._marks.values()):
+            self.choice = _decide({name: pairs[1:] for name, pairs in self._marks.items()}, self.mesh)
+            if self.mesh is None or not any(self.mesh.get_coordinate() or ()):
+                print(self.choice)
+        return out
+
+
+def _decide(marks: Mapping[str, list[tuple]], mesh: DeviceMesh | None) -> Choice:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
     times = [statistics.median(_between(*pair) for pair in pairs) for pairs in marks.values()]
+    device = "cpu" if mesh is None else mesh.device_type
     slowest = torch.tensor(times, dtype=torch.float64, device=device)
     for axis in range(0 if mesh is None else mesh.ndim):
         slowest = fc.wait_tensor(fc.all_reduce(slowest, "max", (mesh, axis)))
-    seconds = dict(zip(functions, slowest.tolist(), strict=True))
+    seconds = dict(zip(marks, slowest.tolist(), strict=True))
     return Choice(name=min(seconds, key=seconds.__getitem__), seconds=seconds)
 
 
-def _mark(device: str) -> Any:
-    if device != "cuda":
+def _mark() -> Any:
+    if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()

@@ -47,7 +47,9 @@ class Config:
     cp: int = 1  # ranks that share a row
     via: Literal["all_to_all", "rowwise"] | None = None  # how rows travel to their experts
     capacity_factor: float | None = None  # of rowwise; by default there is room for all
-    overlap: Literal["none", "two_batch"] = "none"  # one half of the tokens travels as the other computes
+    overlap: Literal["none", "two_batch", "auto"] = (
+        "none"  # one half of the tokens travels as the other computes
+    )
     attention_via: Literal["all_to_all", "all_gather"] | None = None  # over heads, or keys; by default heads
     seed: int = 0
     precision: Literal["bf16", "fp8_rowwise", "mxfp8"] = "bf16"  # of products; in eight bits where natively
@@ -90,15 +92,20 @@ def build():
     if cfg.optimize:  # what is rounded comes from the masters, and needs no memory beside
         held = dict(params=mk.precision.hollow(params, policy), state=optimizer.init(params))
 
-    block = mk.remat(partial(mk.model.transformer_block, overlap=cfg.overlap), cfg.recompute)
-    options: dict[str, Any] = dict(config=model, assignment=cfg.assignment, block=block)
+    options: dict[str, Any] = dict(config=model, assignment=cfg.assignment)
     options |= dict(via=cfg.via, attention_via=cfg.attention_via)
     if cfg.via == "rowwise":
         ep = None if mesh is None else mesh["ep"]
         sizes = dict(n_tokens=layout.rows * cfg.seq_len // cfg.cp, capacity_factor=cfg.capacity_factor)
         options["via"] = mk.rowwise.of(model, ep, **sizes, dtype=dtype, device=device)
-    loss_fn = partial(mk.next_token_loss, **options, context=context, mesh=mesh)
-    grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), layout.n_microbatches)
+
+    def grad_fn_of(overlap):
+        block = mk.remat(partial(mk.model.transformer_block, overlap=overlap), cfg.recompute)
+        loss_fn = partial(mk.next_token_loss, **options, block=block, context=context, mesh=mesh)
+        return mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), layout.n_microbatches)
+
+    ways = ("none", "two_batch") if cfg.overlap == "auto" else (cfg.overlap,)
+    grad_fn = mk.overlap.fastest({way: grad_fn_of(way) for way in ways}, mesh=mesh)
     base_key = mk.random.make_key(cfg.seed, device)
 
     def train_step(held, batch, step):

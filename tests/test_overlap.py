@@ -13,7 +13,7 @@ from test_moe import D, kernel_layer, layer, run
 
 import moekit as mk
 from moekit import overlap
-from moekit.overlap import beside, choose, two_batch
+from moekit.overlap import beside, fastest, two_batch
 
 BESIDE = pytest.mark.parametrize("how", ["two_batch", "shared"])
 
@@ -237,33 +237,52 @@ def test_what_is_recomputed_is_recomputed_before_any_of_it_is_differentiated():
 # --- Choice ---------------------------------------------------------------------------
 
 
-def test_the_fastest_is_chosen_and_all_times_are_given():
-    choice = choose({"slow": time.sleep, "fast": lambda seconds: time.sleep(seconds / 20)}, 0.04, rounds=3)
+def measured(functions, *args, rounds=3):
+    """Call until it is decided, and once more."""
+    run = fastest(functions, rounds=rounds)
+    for _ in range((rounds + 1) * len(functions)):
+        assert run.choice is None
+        run(*args)
+    return run
+
+
+def test_the_fastest_is_chosen_and_all_times_are_given(capsys):
+    run = measured({"slow": time.sleep, "fast": lambda seconds: time.sleep(seconds / 20)}, 0.04)
+    choice = run.choice
     assert choice.name == "fast" and list(choice.seconds) == ["slow", "fast"]
     assert choice.seconds["slow"] >= 0.04 > choice.seconds["fast"] >= 0.002
     assert str(choice).startswith("fast is fastest: slow ") and str(choice).endswith(" ms")
+    assert capsys.readouterr().out == f"{choice}\n"
 
 
-def test_functions_take_turns_and_their_first_calls_are_not_timed():
+def test_functions_take_turns_untimed_at_first_and_then_the_fastest_is_called_alone():
     calls = []
 
     def fn(name, seconds):
         calls.append(name)
-        time.sleep(seconds if calls.count(name) > 1 else 0.2)
+        time.sleep(seconds * (1 + (name == "a")) if calls.count(name) > 1 else 0.2)
+        return name
 
-    choice = choose({name: partial(fn, name) for name in "ab"}, seconds=1e-3, rounds=3)
-    assert "".join(calls) == "ab" * 4 and max(choice.seconds.values()) < 0.2
+    run = measured({name: partial(fn, name) for name in "ab"}, 4e-3)
+    assert "".join(calls) == "ab" * 4 and max(run.choice.seconds.values()) < 0.2
+    assert run(0) == run(0) == "b" and "".join(calls) == "ab" * 4 + "bb"
 
 
 def test_of_equals_the_first_is_chosen(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: 1.0)
-    assert choose({"none": int, "two_batch": int}).name == "none"
+    assert measured({"none": int, "two_batch": int}).choice.name == "none"
+
+
+def test_without_a_choice_or_values_the_first_is_called():
+    run = fastest({"none": torch.exp, "two_batch": None}, rounds=1)
+    for _ in range(5):
+        assert run(torch.ones(2, device="meta")).is_meta and run.choice is None
+    alone = fastest({"two_batch": lambda: 7}, rounds=1)
+    assert [alone() for _ in range(5)] == [7] * 5 and alone.choice is None
 
 
 def test_nothing_to_time_is_refused():
-    with refuses("choose needs a function and rounds >= 1, got [] and rounds=5"):
-        choose({})
-    with refuses("choose needs a function and rounds >= 1, got ['none'] and rounds=0"):
-        choose({"none": int}, rounds=0)
-    with refuses("choose needs values to time functions on"):
-        choose({"none": torch.exp}, torch.ones(2, device="meta"))
+    with refuses("fastest needs a function and rounds >= 1, got [] and rounds=5"):
+        fastest({})
+    with refuses("fastest needs a function and rounds >= 1, got ['none'] and rounds=0"):
+        fastest({"none": int}, rounds=0)

@@ -194,8 +194,8 @@ def after_config(recipe):
     ("before", "after", "most"),  # lines taken away and added
     [
         ("quickstart.py", "train_moe.py", (55, 40)),
-        ("train_moe.py", "moe_47b.py", (45, 33)),
-        ("moe_47b.py", "moe_1t2.py", (25, 30)),
+        ("train_moe.py", "moe_47b.py", (45, 37)),
+        ("moe_47b.py", "moe_1t2.py", (30, 30)),
         ("moe_1t2.py", "moe_2t4_capacity.py", (5, 10)),
     ],
 )

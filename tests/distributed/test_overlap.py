@@ -79,8 +79,10 @@ def chosen(seconds):
     mesh = mk.make_mesh(edp=2, ep=2, device="cpu")
     mine = seconds[dist.get_rank()]
     functions = {name: partial(time.sleep, of_rank) for name, of_rank in mine.items()}
-    choice = mk.overlap.choose(functions, rounds=3, mesh=mesh)
-    return choice.name, choice.seconds
+    run = mk.overlap.fastest(functions, rounds=3, mesh=mesh)
+    for _ in range(8):
+        run()
+    return run.choice.name, run.choice.seconds
 
 
 def test_all_ranks_choose_what_is_fastest_on_the_slowest_of_them():
