@@ -316,8 +316,10 @@ def test_every_pair_of_experts_is_drawn_together():
 
 
 def test_shares_that_cannot_be_are_refused():
-    for shares in ([1.0, 0.0, 0.0], [1.0, -1.0, 1.0], [1.0]):
-        with refuses("draw_experts needs shares of which none is below 0 and top_k=2 are above"):
+    for shares in ([1.0, 0.0, 0.0], [1.0, -1.0, 1.0], [1.0], [float("inf"), 1.0, 1.0]):
+        with refuses(
+            "draw_experts needs shares (E,) of a finite sum, of which none is below 0 and top_k=2 are"
+        ):
             draw_experts(torch.tensor(shares), torch.arange(3), top_k=2, key=KEY)
     for concentration, n_experts in ((0.0, 4), (float("inf"), 4), (1.0, 0)):
         with refuses("dirichlet_shares needs a positive, finite concentration and n_experts >= 1, got"):
