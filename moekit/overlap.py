@@ -91,7 +91,8 @@ def two_batch(
     Returns
     -------
     callable
-        ``run(*tokens)``: tensors of one length, of which the first half gets the larger part.
+        ``run(*tokens)``: tensors of one length, of which the first half gets the larger part. It raises
+        ``ValueError`` for tensors of several lengths, or another number of rows from ``fetch``.
 
     Examples
     --------
@@ -101,6 +102,10 @@ def two_batch(
     """
 
     def run(*tokens: Tensor) -> Tensor:
+        shapes = [tuple(x.shape) for x in tokens]
+        lengths = {shape[:1] for shape in shapes}
+        if len(lengths) != 1 or () in lengths:
+            raise ValueError(f"two_batch needs tokens of one length, got {shapes or 'none'}")
         n, device = len(tokens[0]), tokens[0].device
         side, there = _side_stream(device, urgent=True), _now(device)
         halves = zip(*(x.split([n - n // 2, n // 2]) for x in tokens), strict=True)
@@ -113,6 +118,8 @@ def two_batch(
             home.append(_start(fetch, (out,), side, _now(device)))
             del out
         y = torch.cat([_joined(take()) for take in home])
+        if len(y) != n:
+            raise ValueError(f"two_batch needs a row of fetch for each of {n} tokens, got {len(y)}")
         return y if more is None else y + more
 
     return run

@@ -45,7 +45,7 @@ class Config:
     lr: float = 3e-3
     seed: int = 0
     ways: tuple[str, ...] = ()  # by default all
-    quick: bool = False  # 40 steps of three ways
+    quick: bool = False  # 40 steps, by default of three ways
     json: Path = Path("runs/balance_study.json")
     plot: Path = Path("runs/balance_study.png")
 
@@ -68,9 +68,12 @@ WAYS = {  # of the micro-batches' rows, of the loss, of the bias
     "bias over a window": ("sorted", None, cfg.window),
 }
 if cfg.quick:
-    cfg = replace(cfg, n_steps=min(cfg.n_steps, 40), ways=("batch, mixed", "batch", "micro-batch, ranks"))
+    some = ("batch, mixed", "batch", "micro-batch, ranks")
+    cfg = replace(cfg, n_steps=min(cfg.n_steps, 40), ways=cfg.ways or some)
 if unknown := set(cfg.ways) - WAYS.keys():
-    raise SystemExit(f"balance_study needs ways among {', '.join(WAYS)}, got {', '.join(sorted(unknown))}")
+    raise SystemExit(f"balance_study needs ways among {'; '.join(WAYS)}, got {'; '.join(sorted(unknown))}")
+if cfg.domains is not None and not any(x.is_dir() for x in cfg.domains.glob("*")):
+    raise SystemExit(f"balance_study needs a folder of folders of text, got {cfg.domains}")
 
 # --- Data -----------------------------------------------------------------------------
 
@@ -144,16 +147,18 @@ def study(order, loss, window):
 # --- All ways -------------------------------------------------------------------------
 
 results = {}
+last = max(cfg.n_steps // 4, 1)
 print(
     f"{'balanced over':20}  held-out loss  seen  waited   (means of the last quarter; 1 is even)", flush=True
 )
 for name in cfg.ways or WAYS:
     found = results[name] = study(*WAYS[name])
-    means = [sum(found[x][-(cfg.n_steps // 4) :]) / (cfg.n_steps // 4) for x in ("seen", "waited")]
+    means = [sum(found[x][-last:]) / last for x in ("seen", "waited")]
     found |= dict(mean_held_out=sum(found["held_out"]) / len(train), mean_seen=means[0], mean_waited=means[1])
     print(f"{name:20}  {found['mean_held_out']:13.4f} {means[0]:5.2f} {means[1]:7.2f}", flush=True)
 
-cfg.json.parent.mkdir(parents=True, exist_ok=True)
+for path in (cfg.json, cfg.plot):
+    path.parent.mkdir(parents=True, exist_ok=True)
 cfg.json.write_text(json.dumps(dict(config=asdict(cfg), torch=torch.__version__, ways=results), default=str))
 matplotlib.use("Agg")
 figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")

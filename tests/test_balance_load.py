@@ -23,6 +23,7 @@ def test_evenness_by_hand():
     assert found.entropy.tolist() == pytest.approx([of_first, 1, 0, 1])
     assert found.n_dead.tolist() == [2, 0, 3, 0]
     assert found.entropy[0].item() == pytest.approx(of_first, rel=1e-14)  # float64 throughout
+    assert evenness(torch.tensor([math.nan, 1.0])).max_over_mean.isnan()
 
 
 def test_a_ranks_load_is_that_of_its_experts():
@@ -69,9 +70,18 @@ def test_ranks_wait_the_longer_the_more_tokens_are_sorted_and_the_more_micro_bat
 
     assert [waited(4, x) for x in (0.0, 0.25, 0.5, 1.0)] == pytest.approx([1, 1.75, 2.5, 4])
     assert [waited(m, 1.0) for m in (1, 2, 4, 8)] == pytest.approx([1, 2, 4, 4])
-    for m, sortedness in [(0, 1.0), (4, 1.5), (4, -0.5)]:
-        with refuses(f"needs n_micro_batches >= 1 and sortedness in [0, 1], got {m} and {sortedness}"):
-            waited(m, sortedness)
+    for wrong in (
+        dict(n_micro_batches=0), dict(per_rank=0),
+        dict(n_rows=-1), dict(sortedness=1.5), dict(sortedness=-0.5)
+    ):  # fmt: skip
+        with refuses(
+            "needs n_ranks, per_rank and n_micro_batches >= 1, n_rows >= 0 and sortedness in [0, 1]"
+        ):
+            sorted_by_domain(4, **wrong)
+    with refuses(
+        "n_micro_batches >= 1, n_rows >= 0 and sortedness in [0, 1], got n_ranks=0, per_rank=2, n_m"
+    ):
+        sorted_by_domain(0)
 
 
 def test_a_gap_by_hand(unchecked):
@@ -84,6 +94,12 @@ def test_a_gap_by_hand(unchecked):
     assert of_parts == pytest.approx((8 * 2 * 4 * (0.75**2 + 0.25**2) + 4) / 20)
     with refuses("gerrymandering_gap needs population 'rank', 'micro_batch' or 'batch', got 'document'"):
         gerrymandering_gap(rows, 2, population="document")
+
+
+@pytest.mark.parametrize("load_of", [wait, gerrymandering_gap])
+def test_the_rows_of_several_steps_are_not_taken_for_those_of_one(load_of, unchecked):
+    with refuses(f"{load_of.__name__} needs rows (m, s, l, E) of one step, got (1, 3, 1, 1, 4)"):
+        load_of(rows_of([6, 2, 0, 0], [0, 0, 2, 6], [1, 1, 1, 1])[None], 2)
 
 
 def test_no_rows_are_even():

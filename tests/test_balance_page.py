@@ -292,7 +292,12 @@ def test_rows_are_read_from_each_kind_of_file(tmp_path):
 
 @pytest.mark.parametrize(
     "array, got",
-    [(np.ones((2, 2, 1, 4)), "float64"), (np.ones((2, 4), int), "(2, 4)"), (-np.ones((1, 1, 1, 2), int), "")],
+    [
+        (np.ones((2, 2, 1, 4)), "float64"),
+        (np.ones((2, 4), int), "(2, 4)"),
+        (-np.ones((1, 1, 1, 2), int), ""),
+        (np.full((1, 1, 1, 2), 2**63, np.uint64), "uint64"),
+    ],
 )
 def test_what_is_no_counts_is_refused(tmp_path, array, got):
     np.save(tmp_path / "a.npy", array)
@@ -301,6 +306,20 @@ def test_what_is_no_counts_is_refused(tmp_path, array, got):
     ) as error:
         read_rows(tmp_path / "a.npy")
     assert got in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.safetensors"])
+@pytest.mark.parametrize("kept", [0, -30])
+def test_a_file_that_was_cut_is_refused_by_its_name(tmp_path, name, kept):
+    rows = draw_rows().numpy()
+    np.save(tmp_path / "a.npy", rows)
+    np.savez(tmp_path / "a.npz", rows=rows)
+    save_file({"rows": rows}, tmp_path / "a.safetensors")
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept])
+    with refuses(
+        f"read_rows needs a .npy, .npz or .safetensors file of whole numbers, got {tmp_path / name}:"
+    ):
+        read_rows(tmp_path / name)
 
 
 def test_several_arrays_of_which_none_is_rows_are_refused(tmp_path):
@@ -339,6 +358,9 @@ def test_the_command_deals_a_recording_to_ranks_and_micro_batches(tmp_path, monk
     rows = torch.stack([recorded_rows(recording, i, n_ranks=2, n_microbatches=3) for i in range(2)])
     options = ("--recording", file, "--n-ranks", 2, "--n-micro-batches", 3)
     assert command(monkeypatch, capsys, *options) == make_table(rows, 2) + "\n"
+    for wrong in ("--n-ranks", "--n-micro-batches"):
+        with refuses("recorded_rows needs n_ranks * n_microbatches that divides 6 rows", SystemExit):
+            command(monkeypatch, capsys, "--recording", file, wrong, 0)
     with refuses("needs rows or a recording, got both", SystemExit):
         command(monkeypatch, capsys, *options, "--rows", file)
 
@@ -348,7 +370,8 @@ def test_the_command_deals_a_recording_to_ranks_and_micro_batches(tmp_path, monk
     [
         (
             ["--sortedness", "2"],
-            "sorted_by_domain needs n_micro_batches >= 1 and sortedness in [0, 1], got 4 and 2.0",
+            "n_rows >= 0 and sortedness in [0, 1], got n_ranks=4, per_rank=2, n_micro_batches=4, n_rows=1024 "
+            "and sortedness=2.0",
         ),
         (["--rows", "no.npy"], "No such file"),
         (["--rows", "a.npy", "--n-ranks", "5", "--html", "a.html"], "n_ranks that divides 12 experts, got 5"),

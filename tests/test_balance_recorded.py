@@ -185,8 +185,11 @@ def test_files_that_are_no_recordings_are_refused(tmp_path):
         ({}, {}, "with format='moekit routing 1' in its metadata, got"),
         (dict(expert_ids=None), about, "and ['sample_ids']"),
         (dict(expert_ids=good.expert_ids.long()), about, "unsigned expert_ids (n, b, l, s, k)"),
-        (dict(expert_ids=good.expert_ids[0]), about, "got torch.uint8 (3, 2, 4, 2) and (2, 3)"),
-        (dict(sample_ids=good.sample_ids[:, :2].clone()), about, "(2, 3, 2, 4, 2) and (2, 2)"),
+        (dict(expert_ids=good.expert_ids[0]), about, "got torch.uint8 (3, 2, 4, 2) and torch.int64 (2, 3)"),
+        (dict(sample_ids=good.sample_ids[:, :2].clone()), about, "(2, 3, 2, 4, 2) and torch.int64 (2, 2)"),
+        (dict(sample_ids=good.sample_ids.float()), about, "and torch.float32 (2, 3)"),
+        ({}, about | dict(n_experts="six"), "read_recording needs n_experts in a file's metadata, got"),
+        ({}, dict(format="moekit routing 1"), "read_recording needs n_experts in a file's metadata, got"),
         ({}, about | dict(n_experts="5"), "expert ids below n_experts=5, got 5"),
     ):
         changed = {name: x for name, x in (tensors | change).items() if x is not None}
@@ -221,6 +224,8 @@ def test_ids_of_another_batch_or_of_two_steps_are_refused():
         record_step(kept, BATCH, config=CONFIG)
     with refuses("record_step needs the ids of 4 x 7 tokens in micro-batches, each 2 layers with top_k=2"):
         record_step([], BATCH, config=CONFIG)
+    with refuses("record_step needs a model with experts, got 3 dense layers"):
+        record_step([], BATCH, config=small_config(n_layers=3, n_dense_layers=3))
     with refuses("record_step needs the ids of 2 x 7 tokens"):
         record_step(kept[:2], mk.batch.split_batch(BATCH, 2)[0], config=CONFIG)
     split = replace(BATCH, positions=torch.arange(7).repeat(4, 1))
@@ -240,6 +245,13 @@ def test_a_replay_of_other_steps_samples_or_lengths_is_refused():
     split = replace(BATCH, positions=torch.arange(4, 11).repeat(4, 1))
     with refuses("replay needs rows of 7 positions, as recorded, got a batch with position 10"):
         replay(recording, 0, split)
+
+
+def test_a_rank_of_a_context_without_rows_replays_none():
+    half, none = torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+    split = mk.batch.make_batch(half.new_zeros(0, 5), half.new_zeros(0, 5), none)
+    replayed = replay(record()[0], 0, replace(split, positions=half))
+    assert replayed.expert_ids is not None and replayed.expert_ids.shape == (0, 2, 4, 2)
 
 
 def test_ids_of_other_models_are_refused(unchecked):
@@ -269,6 +281,8 @@ def test_rows_are_those_that_ranks_and_micro_batches_would_have():
         assert rows[m, rank, layer].tolist() == torch.bincount(ids.flatten(), minlength=6).tolist()
     gap = balance.gerrymandering_gap(rows, 2)
     assert (gap.waited >= gap.seen).all()
+    with refuses("recorded_rows needs a step from 0 to 1, which were recorded, got -1"):
+        recorded_rows(recording, -1)
     with refuses("recorded_rows needs n_ranks * n_microbatches that divides 8 rows, got 3 * 1"):
         recorded_rows(recording, 0, n_ranks=3)
 
@@ -316,8 +330,10 @@ def test_every_pair_of_experts_is_drawn_together():
 
 
 def test_shares_that_cannot_be_are_refused():
-    for shares in ([1.0, 0.0, 0.0], [1.0, -1.0, 1.0], [1.0]):
-        with refuses("draw_experts needs shares of which none is below 0 and top_k=2 are above"):
+    for shares in ([1.0, 0.0, 0.0], [1.0, -1.0, 1.0], [1.0], [float("inf"), 1.0, 1.0]):
+        with refuses(
+            "draw_experts needs shares (E,) of a finite sum, of which none is below 0 and top_k=2 are"
+        ):
             draw_experts(torch.tensor(shares), torch.arange(3), top_k=2, key=KEY)
     for concentration, n_experts in ((0.0, 4), (float("inf"), 4), (1.0, 0)):
         with refuses("dirichlet_shares needs a positive, finite concentration and n_experts >= 1, got"):

@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 def test_sorted_domains_make_ranks_wait_for_what_a_steps_sums_do_not_show(folder, tmp_path):
     ways = ("batch, mixed", "batch")
-    files = dict(json=tmp_path / "study" / "study.json", plot=tmp_path / "study.png")
+    files = dict(json=tmp_path / "study" / "study.json", plot=tmp_path / "plot" / "study.png")
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
     printed = as_main(RECIPE, *SMALL, "--domains", folder, *options, "--ways", *ways)
     record = json.loads(files["json"].read_text())
@@ -41,6 +41,16 @@ def test_sorted_domains_make_ranks_wait_for_what_a_steps_sums_do_not_show(folder
     assert found["batch"]["seen"][0] == pytest.approx(found["batch, mixed"]["seen"][0], rel=1e-6)
 
 
-def test_ways_that_are_not_there_are_refused(folder):
-    with pytest.raises(SystemExit, match=r"needs ways among batch, mixed, batch, .*, got tokens"):
-        as_main(RECIPE, "--domains", folder, "--ways", "tokens")
+def test_a_quick_study_of_a_step_takes_the_ways_that_it_is_given(folder, tmp_path):
+    files = ("--json", tmp_path / "a.json", "--plot", tmp_path / "a.png")
+    small = (*SMALL[2:], "--n-steps", 1, "--quick", "--ways", "bias")
+    as_main(RECIPE, *small, "--domains", folder, *files)
+    assert list(json.loads((tmp_path / "a.json").read_text())["ways"]) == ["bias"]
+
+
+def test_ways_and_folders_that_are_not_there_are_refused(folder, tmp_path):
+    with pytest.raises(SystemExit, match=r"needs ways among batch, mixed; batch; .*, got tokens"):
+        as_main(RECIPE, "--domains", folder, "--quick", "--ways", "tokens")
+    for path in (tmp_path, tmp_path / "none", folder / "lower"):
+        with pytest.raises(SystemExit, match="balance_study needs a folder of folders of text, got"):
+            as_main(RECIPE, "--domains", path)

@@ -108,6 +108,13 @@ def test_what_cannot_run_beside_is_refused(unchecked):
         mk.moe(params, x, top_k=2, overlap="shared")
     with refuses("beside needs a tensor among the arguments"):
         beside(lambda: None)
+    same = two_batch(lambda *x: x[0], lambda x: x, lambda x: x)
+    with refuses("two_batch needs tokens of one length, got none"):
+        same()
+    with refuses("two_batch needs tokens of one length, got [(4, 2), (8,)]"):
+        same(torch.ones(4, 2), torch.ones(8))
+    with refuses("two_batch needs a row of fetch for each of 4 tokens, got 2"):
+        two_batch(lambda x: x, lambda x: x, lambda x: x[:1])(torch.ones(4, 2))
 
 
 # --- Order ----------------------------------------------------------------------------

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import wandb
+from reference import refuses
 
 import moekit as mk
 from moekit import symmetric, tracking
@@ -158,7 +160,7 @@ def test_a_run_that_continues_appends_and_forgets_what_had_come_later(tmp_path):
     run._file.close()
     atexit.unregister(run.report)
     again = tracking.Run(tmp_path, resume=True)  # from a checkpoint of step 20
-    again.log({"loss": 0.5}, step=30)
+    again.log({"loss": np.float32(0.5)}, step=30)
     again.log({"held_out/bits_per_byte": 2.0}, step=30)
     again.finish()
     want = {10: {"loss": 10.0}, 20: {"loss": 20.0}, 30: {"loss": 0.5, "held_out/bits_per_byte": 2.0}}
@@ -214,7 +216,9 @@ def test_progress_counts_on_from_a_step_and_logs_those_that_are_due_and_the_last
         progress.log(stats_of(step), user=torch.tensor(0.5))
         if step == 6:
             with progress.paused():
-                now[0] += 1000.0
+                now[0] += 500.0
+                with progress.paused():  # counts once
+                    now[0] += 500.0
     assert seen == [4, 5, 6, 7, 8]
     assert [(step, figures["loss"]) for step, figures in records] == [(4, 6.0), (6, 8.0), (8, 10.0)]
     for step, figures in records:
@@ -273,6 +277,12 @@ def test_progress_says_how_many_rows_were_dropped_and_what_share(n, capsys):
     ((_, figures),) = records
     assert (figures["drops/rows"], figures["drops/share"]) == (n, n / 40)
     assert ("  dropped 3 rows (7.50%)" in capsys.readouterr().out) == (n == 3)
+
+
+def test_progress_says_at_once_which_statistics_it_lacks():
+    for _ in (progress := tracking.Progress(Records(), 1, tokens_per_step=10)):
+        with refuses("Progress.log needs stats with cross_entropy, counts, got counts"):
+            progress.log({"counts": torch.ones(1, 2)})
 
 
 def test_progress_refuses_records_every_zero_steps():
@@ -381,6 +391,23 @@ def test_a_report_of_nothing_but_a_loss_has_that_alone_and_one_of_no_run_says_so
     assert [path.name for path in (tmp_path / "run").glob("*.png")] == ["loss.png"]
     printed, end = python_m("moekit.tracking", tmp_path)
     assert not printed and re.match("moekit.tracking: .*No such file.*metrics.jsonl", end)
+    _, end = python_m("moekit.tracking", tmp_path / "run" / "loss.png")
+    assert re.match("moekit.tracking: .*Not a directory", end)
+
+
+def test_the_report_of_a_model_without_experts_has_no_load(tmp_path):
+    run = tracking.Run(tmp_path)
+    for _ in (progress := tracking.Progress(run, 2, every=1, tokens_per_step=10)):
+        progress.log(stats_of() | dict(counts=torch.zeros(0, 4, dtype=torch.int64)))
+    run.finish()
+    assert {path.name for path in tmp_path.glob("*.png")} == {"loss.png", "rate.png"}
+
+
+def test_the_report_is_utf_8_whatever_the_locale_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(io, "text_encoding", lambda encoding, _=2: encoding or "latin-1")
+    run = tracking.Run(tmp_path / "試")
+    run.finish()
+    assert "<h1>試</h1>" in (tmp_path / "試" / "report.html").read_bytes().decode()
 
 
 def test_every_name_that_is_logged_is_in_the_table_of_names_and_the_other_way_round(tmp_path):

@@ -66,8 +66,9 @@ def _run(args: Study) -> None:
     if args.rows is not None and args.recording:
         raise ValueError("needs rows or a recording, got both; leave one out")
     if args.recording:
-        recording, n_ranks = read_recording(*args.recording), args.n_ranks or 4
-        sizes = dict(n_ranks=n_ranks, n_microbatches=args.n_micro_batches or 1)
+        recording, n_ranks = read_recording(*args.recording), 4 if args.n_ranks is None else args.n_ranks
+        n_microbatches = 1 if args.n_micro_batches is None else args.n_micro_batches
+        sizes = dict(n_ranks=n_ranks, n_microbatches=n_microbatches)
         steps = range(len(recording.expert_ids))
         rows = recorded = torch.stack([recorded_rows(recording, step, **sizes) for step in steps])
         start = dict(n_ranks=n_ranks, name=args.recording[0].name)

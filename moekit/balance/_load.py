@@ -39,7 +39,7 @@ def evenness(load: Tensor) -> Evenness:
     load = load.double()
     k, total = load.shape[-1], load.sum(-1)
     shares = load / total.clamp_min(1e-300)[..., None]
-    shares = shares.where(total[..., None] > 0, 1 / k)
+    shares = shares.where(total[..., None] != 0, 1 / k)
     entropy = -torch.special.xlogy(shares, shares).sum(-1)
     return Evenness(
         max_over_mean=shares.amax(-1) * k,
@@ -68,7 +68,13 @@ def wait(rows: Rows, n_ranks: int) -> Float[Tensor, "m l"]:
 
     Their sum is what all ranks together wait for in a step, in rows of one rank: the product of a layer is
     done when its fullest rank is. In seconds: times the FLOPs of a row, by the rate of the products.
+
+    Raises
+    ------
+    ValueError
+        For rows of another shape, and as :func:`rank_load`.
     """
+    _check_rows("wait", rows)
     load = rank_load(rows.sum(1), n_ranks).double()
     return load.amax(-1) - load.mean(-1)
 
@@ -96,6 +102,13 @@ def fullest(
         return rank_load(counts, n_ranks).amax(-1)
     rows = rank_load(fc.all_reduce(counts, "sum", mesh), n_ranks).amax(-1)
     return rows if mesh.get_local_rank() == 0 else torch.zeros_like(rows)
+
+
+def _check_rows(who: str, rows: Tensor) -> None:
+    if rows.ndim != 4:
+        raise ValueError(
+            f"{who} needs rows (m, s, l, E) of one step, got {tuple(rows.shape)}; give each step by itself"
+        )
 
 
 class Gap(NamedTuple):
@@ -127,13 +140,14 @@ def gerrymandering_gap(
     Raises
     ------
     ValueError
-        For another population, and as :func:`rank_load`.
+        For another population or rows of another shape, and as :func:`rank_load`.
     """
     dims = {"rank": (), "micro_batch": (1,), "batch": (0, 1)}
     if population not in dims:
         raise ValueError(
             f"gerrymandering_gap needs population 'rank', 'micro_batch' or 'batch', got {population!r}"
         )
+    _check_rows("gerrymandering_gap", rows)
     load = rank_load(rows.sum(1), n_ranks).double()
     even = load.mean(-1).sum(0).clamp_min(1e-300)
     waited = load.amax(-1).sum(0) / even
@@ -182,12 +196,13 @@ def sorted_by_domain(
     Raises
     ------
     ValueError
-        For a sortedness outside [0, 1], or no micro-batch.
+        For a sortedness outside [0, 1], no rank, expert or micro-batch, or rows below 0.
     """
     m = n_ranks if n_micro_batches is None else n_micro_batches
-    if m < 1 or not 0 <= sortedness <= 1:
+    if min(n_ranks, per_rank, m) < 1 or n_rows < 0 or not 0 <= sortedness <= 1:
         raise ValueError(
-            f"sorted_by_domain needs n_micro_batches >= 1 and sortedness in [0, 1], got {m} and {sortedness}"
+            "sorted_by_domain needs n_ranks, per_rank and n_micro_batches >= 1, n_rows >= 0 and sortedness "
+            f"in [0, 1], got {n_ranks=}, {per_rank=}, n_micro_batches={m}, {n_rows=} and {sortedness=}"
         )
     done = torch.arange(m + 1, dtype=torch.float64)[:, None] / m  # of the step, before each micro-batch
     of_domain = (done * n_ranks - torch.arange(n_ranks)).clamp(0, 1)

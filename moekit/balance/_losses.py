@@ -208,7 +208,7 @@ def next_bias(
         raise TypeError(
             f"next_bias needs a bias in float32, got {bias.dtype}, in which steps of {rate} are lost"
         )
-    if rate < 0:
+    if not rate >= 0:
         raise ValueError(f"next_bias needs rate >= 0, got {rate}")
     if bias.shape != counts.shape:
         raise ValueError(

@@ -7,10 +7,12 @@ import json
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from jaxtyping import Int
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from torch import Tensor
 
@@ -27,22 +29,26 @@ def read_rows(path: Path) -> Steps:
     Raises
     ------
     ValueError
-        Unless there is one, of integers, none of them negative.
+        Unless there is one, of integers, none of them negative, or where the file cannot be read.
     """
-    if path.suffix == ".safetensors":
-        arrays = load_file(path)
-    else:
-        read = np.load(path)
+    try:
+        read = load_file(path) if path.suffix == ".safetensors" else np.load(path)
         arrays = {"rows": read} if isinstance(read, np.ndarray) else dict(read)
+    except (SafetensorError, BadZipFile, EOFError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"read_rows needs a .npy, .npz or .safetensors file of whole numbers, got {path}: {error}"
+        ) from error
     if "rows" not in arrays and len(arrays) != 1:
         raise ValueError(f"read_rows needs an array named rows in {path}, got {sorted(arrays)}")
     rows = arrays["rows"] if "rows" in arrays else next(iter(arrays.values()))
-    if rows.ndim not in (4, 5) or rows.dtype.kind not in "iu" or rows.size == 0 or rows.min() < 0:
+    is_counts = rows.ndim in (4, 5) and rows.dtype.kind in "iu" and rows.size > 0
+    counts = rows.astype(np.int64) if is_counts else rows
+    if not is_counts or counts.min() < 0:  # as is a uint64 that has no room
         raise ValueError(
             "read_rows needs counts (m, s, l, E) or (steps, m, s, l, E), whole numbers from 0, "
             f"got {rows.dtype} {rows.shape} in {path}"
         )
-    return torch.from_numpy(rows.astype(np.int64)).view(-1, *rows.shape[-4:])
+    return torch.from_numpy(counts).view(-1, *counts.shape[-4:])
 
 
 def make_page(start: dict[str, Any], rows: Steps | None = None) -> str:

@@ -96,9 +96,12 @@ def record_step(
     Raises
     ------
     ValueError
-        When the ids are not those of all layers of the batch, or it is split and there is no context.
+        When the ids are not those of all layers of the batch, it is split and there is no context, or no
+        layer has experts.
     """
     (b, s), n_layers = batch.tokens.shape, config.n_moe_layers
+    if not n_layers:
+        raise ValueError(f"record_step needs a model with experts, got {config.n_layers} dense layers")
     m, rest = divmod(len(kept), n_layers)
     want = (b * s // max(m, 1), config.top_k)
     if rest or not m or b % m or {tuple(ids.shape) for ids in kept} != {want}:
@@ -151,7 +154,8 @@ def read_recording(*paths: str | PathLike) -> Recording:
     Returns
     -------
     Recording
-        On the CPU; of several files the rows of each step, one file's after the other's.
+        On the CPU; of several files the rows of each step, one file's after the other's: give them in the
+        order of their ranks.
 
     Raises
     ------
@@ -187,9 +191,8 @@ def replay(recording: Recording, step: int, batch: Batch) -> Batch:
     ValueError
         When there is no such step, samples of the batch are not in it, or rows have other lengths.
     """
-    n, _, _, s, _ = recording.expert_ids.shape
-    if not 0 <= step < n:
-        raise ValueError(f"replay needs a step from 0 to {n - 1}, which were recorded, got {step}")
+    s = recording.expert_ids.shape[3]
+    _check_step("replay", recording, step)
     here, there = batch.sample_ids.cpu(), recording.sample_ids[step]
     same = here[:, None] == there
     if missing := here[~same.any(1)].tolist():
@@ -199,7 +202,7 @@ def replay(recording: Recording, step: int, batch: Batch) -> Batch:
         )
     at = (
         torch.arange(batch.tokens.shape[1])
-        if batch.positions is None
+        if batch.positions is None or not len(batch.positions)
         else batch.positions[:1].cpu().flatten()
     )
     if (batch.positions is None and len(at) != s) or (at >= s).any():
@@ -229,8 +232,9 @@ def recorded_rows(recording: Recording, step: int, *, n_ranks: int = 1, n_microb
     Raises
     ------
     ValueError
-        When ranks and micro-batches do not divide the rows.
+        When there is no such step, or ranks and micro-batches do not divide the rows.
     """
+    _check_step("recorded_rows", recording, step)
     ids = recording.expert_ids[step].long()
     if min(n_ranks, n_microbatches) < 1 or len(ids) % (n_ranks * n_microbatches):
         raise ValueError(
@@ -240,6 +244,12 @@ def recorded_rows(recording: Recording, step: int, *, n_ranks: int = 1, n_microb
     ids = rearrange(ids, "(p m b) l s k -> m p l (b s k)", p=n_ranks, m=n_microbatches)
     rows = ids.new_zeros(*ids.shape[:-1], recording.n_experts)
     return rows.scatter_add_(-1, ids, torch.ones_like(ids))
+
+
+def _check_step(who: str, recording: Recording, step: int) -> None:
+    n = len(recording.expert_ids)
+    if not 0 <= step < n:
+        raise ValueError(f"{who} needs a step from 0 to {n - 1}, which were recorded, got {step}")
 
 
 # --- Files ----------------------------------------------------------------------------
@@ -257,11 +267,14 @@ def _read(path: str | PathLike) -> Recording:
             ids, sample_ids = file.get_tensor("expert_ids"), file.get_tensor("sample_ids")
     except SafetensorError as error:
         raise ValueError(f"read_recording needs a safetensors file, got {path}: {error}") from error
-    n_experts = int(about["n_experts"])
-    if ids.ndim != 5 or ids.dtype not in _DTYPES or sample_ids.shape != ids.shape[:2]:
+    if not (text := about.get("n_experts", "")).isdecimal():
+        raise ValueError(f"read_recording needs n_experts in a file's metadata, got {about} in {path}")
+    n_experts = int(text)
+    fits = ids.ndim == 5 and sample_ids.shape == ids.shape[:2]
+    if not fits or ids.dtype not in _DTYPES or sample_ids.dtype != torch.int64:
         raise ValueError(
-            "read_recording needs unsigned expert_ids (n, b, l, s, k) and sample_ids (n, b), got "
-            f"{ids.dtype} {tuple(ids.shape)} and {tuple(sample_ids.shape)} in {path}"
+            "read_recording needs unsigned expert_ids (n, b, l, s, k) and int64 sample_ids (n, b), got "
+            f"{ids.dtype} {tuple(ids.shape)} and {sample_ids.dtype} {tuple(sample_ids.shape)} in {path}"
         )
     if ids.numel() and (most := int(ids.numpy().max())) >= n_experts:  # torch has no max of uint16
         raise ValueError(f"read_recording needs expert ids below n_experts={n_experts}, got {most} in {path}")

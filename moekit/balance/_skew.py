@@ -46,7 +46,7 @@ def draw_experts(
     Parameters
     ----------
     shares : Float[Tensor, " E"]
-        Not negative, k of them above 0; their sum does not matter. E.g. :func:`dirichlet_shares`.
+        Not negative, k of them above 0; their sum, if finite, does not matter. E.g. :func:`dirichlet_shares`.
     token_ids : Int[Tensor, "*n"]
         Index of each token in the global batch, on the device of the key.
     top_k : int
@@ -68,12 +68,14 @@ def draw_experts(
     ----------
     Madow, On the Theory of Systematic Sampling II, 1949. https://doi.org/10.1214/aoms/1177729988
     """
-    n_experts = len(shares)
-    if not 1 <= top_k <= n_experts or not (shares >= 0).all() or (shares > 0).sum() < top_k:
+    n_experts, shares = shares.shape[-1], shares.double().cpu()
+    well = (shares >= 0).all() and (shares > 0).sum() >= top_k and shares.sum().isfinite()
+    if shares.ndim != 1 or not 1 <= top_k <= n_experts or not well:
         raise ValueError(
-            f"draw_experts needs shares of which none is below 0 and top_k={top_k} are above, got {shares}"
+            f"draw_experts needs shares (E,) of a finite sum, of which none is below 0 and {top_k=} are "
+            f"above, got {shares}"
         )
-    parts = _parts(shares.double().cpu(), top_k).to(key.device)
+    parts = _parts(shares, top_k).to(key.device)
     experts = torch.arange(n_experts, device=key.device)
     order = uniform(key, token_ids[..., None] * n_experts + experts).argsort(dim=-1, stable=True)
     ends = parts[order].cumsum(-1)

@@ -12,7 +12,7 @@ def main(folders: list[str]) -> None:
     for folder in folders:
         try:
             print(write_report(folder))
-        except FileNotFoundError as error:
+        except OSError as error:
             raise SystemExit(f"moekit.tracking: {error}") from error
 
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from moekit import optim, plan, symmetric
 from moekit.config import ModelConfig
 from moekit.tracking._figures import load_figures, wait_figures
+from moekit.tree import check_names
 
 LN2 = math.log(2)
 AUXILIARY = ("load_balancing", "router_z", "head_z")  # losses among the statistics
@@ -131,16 +132,22 @@ class Progress:
         ----------
         stats : mapping
             Tensors of the global batch, as :func:`moekit.next_token_loss` gives them, summed over ranks;
-            ``cross_entropy`` and ``counts`` are needed.
+            ``cross_entropy`` and ``counts`` (l, E) are needed.
         held : mapping, optional
             What steps update. Of its ``state``, :func:`moekit.optim.figures` are logged, of its ``biases``
             the least and the largest.
         **figures
             More 0-d tensors or numbers to log.
+
+        Raises
+        ------
+        ValueError
+            When one of the two is missing.
         """
         self._write_due()
         if self.step % self.every and self.step != self.n_steps:
             return
+        check_names("Progress.log", "stats", stats, "cross_entropy", "counts")
         device = stats["counts"].device
         memory = _peak_memory(device) if device.type == "cuda" else None
         if self.rank:
@@ -158,9 +165,9 @@ class Progress:
     def paused(self) -> Iterator[None]:
         """Leave out of the rate what is done within: saving, validation."""
         self._write_due()
-        start = _Moment()
+        start, n = _Moment(), len(self._pauses)
         yield
-        self._pauses.append((start, _Moment()))
+        self._pauses[n:] = [(start, _Moment())]  # in place of those within
 
     def _write_due(self) -> None:
         """Print and log the step that is due, if one is; wait until the device has done it."""
@@ -171,7 +178,8 @@ class Progress:
         seconds = due.moment.since(self._began) - sum(end.since(start) for start, end in due.pauses)
         rate = (due.step - self._since) * self.tokens_per_step / seconds
         figures = self._figures(due, rate)
-        if self._n_logged % HEAT_MAPS == 0 or due.step == self.n_steps:
+        has_rows = due.stats["counts"].numel() > 0  # of a model that has experts
+        if has_rows and (self._n_logged % HEAT_MAPS == 0 or due.step == self.n_steps):
             layers = (str(i) for i in itertools.count(self._first_layer))
             figures["load/rows"] = dict(zip(layers, due.stats["counts"].tolist(), strict=False))
         self._n_logged += 1

@@ -72,7 +72,8 @@ def write_report(folder: str | Path) -> Path:
                 for name, png in images.items()
             ),
             config=html.escape(config.read_text() if config.exists() else ""),
-        )
+        ),
+        encoding="utf-8",
     )
     return page
 

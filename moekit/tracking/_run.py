@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,12 +49,15 @@ class Run:
     def log(self, figures: Mapping[str, Any], *, step: int) -> None:
         """Write the figures of a step; several calls for one step add up.
 
+        Steps come in order: one below the last is of a run that has begun again there. A :class:`Progress`
+        writes a step when it gets the next one, or is paused: figures of one's own for the next come after.
+
         Numbers and 0-d tensors, and lists of numbers by the number of their layer, such as ``load/rows``,
         which wandb gets as an image.
         """
         if self.folder is None:
             return
-        figures = {name: x.item() if isinstance(x, Tensor) else x for name, x in figures.items()}
+        figures = {name: x.item() if isinstance(x, Tensor | np.generic) else x for name, x in figures.items()}
         self._file.write(json.dumps({"step": step} | figures) + "\n")
         self._file.flush()
         if self.wandb is not None and not self.wandb.disabled:
