@@ -43,6 +43,7 @@ class Layout:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of parameters and activations
     via: Literal["all_to_all", "rowwise", "deepep"] | None = None  # as for moekit.dispatch
     capacity_factor: float | None = None  # as for moekit.rowwise
+    overlap: Literal["none", "two_batch", "auto"] = "none"  # as for moekit.moe; "auto": of both
     imbalance: float = 1.0  # rows that the fullest of the ep ranks gets, by their mean; see memory_of
     attention_via: Literal["all_to_all", "all_gather"] | None = None  # as for moekit.model.forward
     optimize: bool = True  # False: forward and backward alone
@@ -56,6 +57,7 @@ class Layout:
             ("dtype", [self.dtype], ("bfloat16", "float32")),
             ("via", [self.via], (None, "all_to_all", "rowwise", "deepep")),
             ("attention_via", [self.attention_via], (None, "all_to_all", "all_gather")),
+            ("overlap", [self.overlap], ("none", "two_batch", "auto")),
         ):
             if unknown := [x for x in given if x not in allowed]:
                 raise ValueError(f"Layout needs {name} in {allowed}, got {unknown[0]!r}")
@@ -209,7 +211,9 @@ def _buffers(config: ModelConfig, layout: Layout, stages: dict[int, Stage]) -> i
         return 0
     dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
     rows = rows_for_experts(config, layout)
-    return byte_offsets(rowwise_buffers(layout.ep, rows, config.d_model, config.n_experts, dtype))[1]
+    of_each = [-(-rows // n) for n in {"none": [1], "two_batch": [2], "auto": [1, 2]}[layout.overlap]]
+    sizes = (rowwise_buffers(layout.ep, n, config.d_model, config.n_experts, dtype) for n in of_each)
+    return sum(byte_offsets(x)[1] for x in sizes)
 
 
 def rows_for_experts(config: ModelConfig, layout: Layout) -> int:
@@ -385,7 +389,7 @@ class _Walk:
     @property
     def copies_rows(self) -> bool:
         """Say whether rows that travel are kept, for experts and for combine."""
-        return self.layout.ep > 1 and self.layout.via != "rowwise"
+        return self.layout.ep > 1 and (self.layout.via != "rowwise" or self.layout.overlap != "none")
 
     def experts_saved(self) -> int:
         """Return the bytes that experts keep: their first product, and rows where they are copied.
@@ -411,7 +415,7 @@ class _Walk:
         d_hidden, held = (c.d_expert, c.n_experts // self.layout.ep) if moe else (c.d_dense, 1)
         n_rows = rows_for_experts(c, self.layout) if moe else self.tokens
         rows, hidden = size * n_rows * c.d_model, size * n_rows * d_hidden
-        if moe and self.layout.via == "rowwise":
+        if moe and self.layout.via == "rowwise" and not self.copies_rows:
             rows = 0  # they are in its buffers
         weight = size * held * c.d_model * d_hidden  # of down; gate_up has two
         travels = moe and self.copies_rows

@@ -49,9 +49,7 @@ class ModelConfig:
     # The training objective, in the units of the mean cross-entropy (nats per token).
     balance_weight: float = 0.0
     balance_population: Literal["document", "rank", "micro_batch", "batch"] = "document"
-    balance_over: Literal["expert", "rank"] = (
-        "expert"  # what gets even: each expert, or those of a rank together
-    )
+    balance_groups: int | None = None  # of neighbouring experts, as those of a rank, in place of each expert
     router_z_weight: float = 0.0
     head_z_weight: float = 0.0
 
@@ -89,13 +87,19 @@ class ModelConfig:
             ("score", ("softmax", "sigmoid")),
             ("normalize", ("none", "l1")),
             ("balance_population", ("document", "rank", "micro_batch", "batch")),
-            ("balance_over", ("expert", "rank")),
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"ModelConfig needs {name} in {allowed}, got {getattr(self, name)!r}")
         if self.n_dense_layers < self.n_layers and self.top_k > self.n_experts:
             raise ValueError(f"ModelConfig needs top_k <= n_experts, got {self.top_k} of {self.n_experts}")
 
+        if self.balance_groups is not None and (
+            self.balance_groups < 1 or self.n_experts % self.balance_groups
+        ):
+            raise ValueError(
+                f"ModelConfig needs balance_groups that divides n_experts={self.n_experts}, got "
+                f"{self.balance_groups}"
+            )
         if self.n_dense_layers < self.n_layers and (
             self.n_groups < 1
             or self.n_experts % self.n_groups

@@ -257,8 +257,8 @@ def _problems(config: ModelConfig, layout: Layout, n_gpus: int) -> Iterator[str]
         )
     if not _is_imbalance(at):
         yield (
-            f"imbalance must be at least 1 and finite, and 1 with via='rowwise', whose capacity_factor gives "
-            f"the room: imbalance={at.imbalance}, via={at.via!r}"
+            "imbalance must be from 1 to ep, and 1 with via='rowwise', whose capacity_factor gives the room: "
+            f"imbalance={at.imbalance}, ep={at.ep}, via={at.via!r}"
         )
     if at.attention_via is not None and at.cp == 1:
         yield f"attention_via={at.attention_via!r} needs cp > 1, got cp=1; leave it out"
@@ -276,7 +276,7 @@ def _is_factor(capacity_factor: float | None) -> bool:
 
 
 def _is_imbalance(layout: Layout) -> bool:
-    return layout.imbalance == 1 or (1 < layout.imbalance < math.inf and layout.via != "rowwise")
+    return layout.imbalance == 1 or (1 < layout.imbalance <= layout.ep and layout.via != "rowwise")
 
 
 def _too_much(config: ModelConfig, layout: Layout, gpu: Gpu) -> list[str]:

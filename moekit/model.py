@@ -479,7 +479,6 @@ def next_token_loss(
     config: ModelConfig,
     attend_across_documents: bool = False,
     load: Int[Tensor, "l E"] | Float[Tensor, "l E"] | None = None,
-    expert_ranks: int | None = None,
     context: DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     **options: Any,
@@ -506,9 +505,6 @@ def next_token_loss(
     load : Int or Float[Tensor, "l E"], optional
         Of each layer with experts, as for :func:`moekit.balance.load_balancing_loss` over an accumulated
         batch.
-    expert_ranks : int, optional
-        Ranks that would share the experts: for ``fullest``, and the balancing loss of a config whose
-        ``balance_over`` is ``"rank"``; by default those of ``mesh["ep"]``.
     context : DeviceMesh, optional
         From :func:`moekit.mesh.context_mesh`, where the rows of ``batch`` are split over its ranks.
     mesh : DeviceMesh, optional
@@ -523,10 +519,11 @@ def next_token_loss(
     stats : dict of Tensor
         ``cross_entropy``, ``load_balancing``, ``router_z``, ``head_z``: shares of the means, unweighted,
         summed over layers; ``counts`` (l, E) int64: rows per expert of this call, padding left out;
-        ``fullest`` (l,) int64: rows of the fullest of ``expert_ranks``, padding included, one share for all
-        ranks of ``mesh["ep"]`` (:func:`moekit.balance.fullest`); ``router_entropy``: a share of the mean over
-        tokens and layers, in nats; ``n_targets`` int64: of this call; ``n_routes`` and ``n_dropped`` int64:
-        the routes of all layers, padding included, and those that ``via`` had no room for.
+        ``computed`` (l, E) int64: likewise, with padding and without what was dropped, and ``fullest`` (l,)
+        int64: those of the fullest rank of ``mesh["ep"]``, one share for all of them
+        (:func:`moekit.balance.fullest`); ``router_entropy``: a share of the mean over tokens and layers, in
+        nats; ``n_targets`` int64: of this call; ``n_routes`` and ``n_dropped`` int64: the routes of all
+        layers, padding included, and those that ``via`` had no room for.
 
     Raises
     ------
@@ -541,7 +538,6 @@ def next_token_loss(
         stage=Stage.whole(config),
         attend_across_documents=attend_across_documents,
         load=load,
-        expert_ranks=expert_ranks,
         context=context,
         mesh=mesh,
         **options,
@@ -558,7 +554,6 @@ def stage_loss(
     stage: Stage,
     attend_across_documents: bool = False,
     load: Int[Tensor, "l E"] | Float[Tensor, "l E"] | None = None,
-    expert_ranks: int | None = None,
     context: DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     **options: Any,
@@ -578,7 +573,7 @@ def stage_loss(
         As for :func:`next_token_loss`; every stage gets it whole.
     stage : Stage
         From :func:`moekit.plan.split_layers`.
-    config, attend_across_documents, load, expert_ranks, context, mesh, **options
+    config, attend_across_documents, load, context, mesh, **options
         As for :func:`next_token_loss`; biases and loads are those of all layers.
 
     Returns
@@ -587,7 +582,7 @@ def stage_loss(
         None from the last stage.
     loss : Float[Tensor, ""]
     stats : dict of Tensor
-        As from :func:`next_token_loss`, with counts and fullest of 0 for the layers of other stages.
+        As from :func:`next_token_loss`, with rows of 0 for the layers of other stages.
 
     Raises
     ------
@@ -632,7 +627,6 @@ def stage_loss(
         config=config,
         stage=stage,
         load=load,
-        expert_ranks=expert_ranks,
         context=context,
         mesh=mesh,
         dtype=zero.dtype,
@@ -649,7 +643,6 @@ def _routing_terms(
     config: ModelConfig,
     stage: Stage,
     load: Tensor | None,
-    expert_ranks: int | None,
     context: DeviceMesh | None,
     mesh: DeviceMesh | None,
     dtype: torch.dtype,
@@ -667,15 +660,13 @@ def _routing_terms(
     balancing = router_z = entropy = torch.zeros((), dtype=dtype, device=keep.device)
     n_dropped = counts.new_zeros(())
     ep = None if mesh is None else mesh["ep"]
-    if expert_ranks is None:
-        expert_ranks = 1 if ep is None else ep.size()
     tokens: dict[str, Any] = dict(mask=keep, n_tokens=batch.n_tokens)
     layers = [i - config.n_dense_layers for i in stage.layers if config.is_moe(i)]
     for layer, routing in zip(layers, routings, strict=True):
         balancing = balancing + balance.load_balancing_loss(
             routing,
             population=config.balance_population,
-            n_ranks=expert_ranks if config.balance_over == "rank" else None,
+            n_groups=config.balance_groups,
             load=None if load is None else load[layer],
             documents=documents,
             context=context,
@@ -694,7 +685,8 @@ def _routing_terms(
         "router_z": router_z.detach(),
         "router_entropy": entropy,
         "counts": counts,
-        "fullest": balance.fullest(computed, expert_ranks, mesh=ep) if layers else counts.sum(-1),
+        "computed": computed,
+        "fullest": balance.fullest(computed, mesh=ep) if layers else counts.sum(-1),
         "n_routes": counts.new_full((), len(layers) * b * s * config.top_k),
         "n_dropped": n_dropped,
     }

@@ -137,7 +137,7 @@ def _fill(values: Tensor, seed: int, name: str, first: int, std: float) -> None:
             out.copy_(draw_slab(seed, name, row, out.shape))
         values[start : start + len(drawn)] = drawn.mul_(std)
 
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun's
     with ThreadPoolExecutor(max(cores, 1) if rows_at_once <= 16 else 1) as pool:  # short ones wait for Python
         list(pool.map(fill, range(0, len(values), rows_at_once)))
 

@@ -8,6 +8,9 @@ Every step has the same rows under every way: one micro-batch's worth of each do
 micro-batch is of one domain; mixed, each has as much of every one. A loss over the global batch sees no
 difference. Ranks that share the experts do: they wait for the fullest of them in every micro-batch. One
 process trains, and counts what ``expert_ranks`` would wait.
+
+Prints the loss on held-out text of each way, and how much longer than with even rows the experts take: as a
+step's sums show it, and as ranks wait. Expect sorted batches to wait though their sums are even.
 """
 
 import json
@@ -17,10 +20,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import matplotlib
-import matplotlib.pyplot as plt
 import torch
 import tyro
+from matplotlib.figure import Figure
+from torch.utils._pytree import tree_map
 
 import moekit as mk
 from moekit import balance, corpora, data
@@ -60,9 +63,13 @@ base = mk.ModelConfig(
 WAYS = {  # of the micro-batches' rows, of the loss, of the bias
     "batch, mixed": ("mixed", dict(balance_population="batch"), 0),
     "batch": ("sorted", dict(balance_population="batch"), 0),
-    "batch, ranks": ("sorted", dict(balance_population="batch", balance_over="rank"), 0),
+    "batch, ranks": ("sorted", dict(balance_population="batch", balance_groups=cfg.expert_ranks), 0),
     "micro-batch": ("sorted", dict(balance_population="micro_batch"), 0),
-    "micro-batch, ranks": ("sorted", dict(balance_population="micro_batch", balance_over="rank"), 0),
+    "micro-batch, ranks": (
+        "sorted",
+        dict(balance_population="micro_batch", balance_groups=cfg.expert_ranks),
+        0,
+    ),
     "document": ("sorted", dict(balance_population="document"), 0),
     "bias": ("sorted", None, 1),
     "bias over a window": ("sorted", None, cfg.window),
@@ -106,9 +113,8 @@ def joined(batches, order):
     """Return the rows of all domains as one batch: a domain after the other, or in turn."""
     n = torch.arange(len(batches) * cfg.rows_per_domain)
     rows = n if order == "sorted" else n.view(len(batches), -1).T.flatten()
-    columns = {name: torch.cat([getattr(b, name) for b in batches])[rows] for name in vars(batches[0])
-               if getattr(batches[0], name) is not None}  # fmt: skip
-    return mk.count_tokens(replace(batches[0], **columns | {"sample_ids": n[rows]}).to(device))
+    together = tree_map(lambda *parts: torch.cat(parts)[rows], *batches)
+    return mk.count_tokens(replace(together, sample_ids=n[rows]).to(device))
 
 
 # --- One way --------------------------------------------------------------------------
@@ -121,27 +127,29 @@ def study(order, loss, window):
     lr = mk.optim.warmup_cosine(cfg.lr, warmup_steps=cfg.n_steps // 5, total_steps=cfg.n_steps)
     optimizer = mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(lr, weight_decay=0.1))
     state = optimizer.init(params)
-    loss_fn = partial(mk.next_token_loss, config=model, expert_ranks=cfg.expert_ranks)
+    kept: list[torch.Tensor] = []  # the expert ids of each layer of each micro-batch
+    block = balance.keep_routing(mk.model.transformer_block, kept)
+    loss_fn = partial(mk.next_token_loss, config=model, block=block)
     grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), len(train))
     loaders = [data.Loader(samples, cfg.rows_per_domain, seed=cfg.seed) for samples in train]
     biases = torch.zeros(model.n_moe_layers, model.n_experts, device=device)
     load = torch.ones_like(biases)  # a moving mean
-    seen, waited = [], []
+    gaps = []
     for _ in range(cfg.n_steps):
+        kept.clear()
         batch = joined([next(loader) for loader in loaders], order)
         over_batch = dict(load=load) if model.balance_population == "batch" else {}
         (_, stats), grads = grad_fn(params, batch, biases=biases, **over_batch)
         params, state = optimizer.update(grads, state, params)
-        counts = stats["counts"].float()
-        load = load.lerp(counts, 1 / max(window, 1))
+        load = load.lerp(stats["counts"].float(), 1 / max(window, 1))
         biases = balance.next_bias(biases, load, rate=cfg.bias_rate if window else 0.0)
-        rows = stats["n_routes"] / model.n_moe_layers
-        seen.append(balance.evenness(balance.rank_load(counts, cfg.expert_ranks)).max_over_mean.mean())
-        waited.append((stats["fullest"] * cfg.expert_ranks / rows).mean())
+        recording = balance.record_step(kept, batch, config=model)
+        rows = balance.recorded_rows(recording, 0, n_microbatches=len(train))
+        gaps.append(balance.gerrymandering_gap(rows, cfg.expert_ranks))
     with torch.no_grad():
         each = [mk.next_token_loss(params, batch, config=model, biases=biases)[1] for batch in held_out]
-    losses = [stats["cross_entropy"].item() for stats in each]
-    return dict(held_out=losses, seen=torch.stack(seen).tolist(), waited=torch.stack(waited).tolist())
+    found = {name: [getattr(gap, name).mean().item() for gap in gaps] for name in ("seen", "waited")}
+    return found | dict(held_out=[stats["cross_entropy"].item() for stats in each])
 
 
 # --- All ways -------------------------------------------------------------------------
@@ -160,8 +168,8 @@ for name in cfg.ways or WAYS:
 for path in (cfg.json, cfg.plot):
     path.parent.mkdir(parents=True, exist_ok=True)
 cfg.json.write_text(json.dumps(dict(config=asdict(cfg), torch=torch.__version__, ways=results), default=str))
-matplotlib.use("Agg")
-figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+figure = Figure(figsize=(13, 4), layout="constrained")
+axes = figure.subplots(1, 3)
 for name, found in results.items():
     for axis, key in zip(axes, ("seen", "waited"), strict=False):
         smooth = torch.tensor(found[key]).unfold(0, max(cfg.n_steps // 20, 1), 1).mean(1)

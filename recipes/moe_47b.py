@@ -92,16 +92,16 @@ def build():
     if cfg.optimize:  # what is rounded comes from the masters, and needs no memory beside
         held = dict(params=mk.precision.hollow(params, policy), state=optimizer.init(params))
 
-    options: dict[str, Any] = dict(config=model, assignment=cfg.assignment)
-    options |= dict(via=cfg.via, attention_via=cfg.attention_via)
-    if cfg.via == "rowwise":
-        ep = None if mesh is None else mesh["ep"]
-        sizes = dict(n_tokens=layout.rows * cfg.seq_len // cfg.cp, capacity_factor=cfg.capacity_factor)
-        options["via"] = mk.rowwise.of(model, ep, **sizes, dtype=dtype, device=device)
+    options: dict[str, Any] = dict(config=model, assignment=cfg.assignment, attention_via=cfg.attention_via)
+    n_tokens = layout.rows * cfg.seq_len // cfg.cp
 
     def grad_fn_of(overlap):
+        via, at_once = cfg.via, n_tokens if overlap == "none" else -(-n_tokens // 2)
+        if cfg.via == "rowwise":
+            room = dict(n_tokens=at_once, capacity_factor=cfg.capacity_factor)
+            via = mk.rowwise.of(model, mesh and mesh["ep"], **room, dtype=dtype, device=device)
         block = mk.remat(partial(mk.model.transformer_block, overlap=overlap), cfg.recompute)
-        loss_fn = partial(mk.next_token_loss, **options, block=block, context=context, mesh=mesh)
+        loss_fn = partial(mk.next_token_loss, **options, via=via, block=block, context=context, mesh=mesh)
         return mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), layout.n_microbatches)
 
     ways = ("none", "two_batch") if cfg.overlap == "auto" else (cfg.overlap,)

@@ -115,12 +115,12 @@ def test_shares_of_a_loss_over_calls_are_weighed_by_their_tokens(population):
 
 
 @pytest.mark.parametrize("population", ALL)
-def test_experts_of_a_rank_may_differ_where_ranks_are_balanced(population):
-    uneven_in_a_rank = fixed([[0], [2], [0], [2]], [[0.5, 0, 0.5, 0]] * 4)
-    assert balance_of(uneven_in_a_rank, population, n_ranks=2).item() == pytest.approx(1.0)
-    assert balance_of(uneven_in_a_rank, population).item() == pytest.approx(2.0)
+def test_experts_of_a_group_may_differ_where_groups_are_balanced(population):
+    uneven_in_a_group = fixed([[0], [2], [0], [2]], [[0.5, 0, 0.5, 0]] * 4)
+    assert balance_of(uneven_in_a_group, population, n_groups=2).item() == pytest.approx(1.0)
+    assert balance_of(uneven_in_a_group, population).item() == pytest.approx(2.0)
     uneven = fixed([[0], [1], [0], [2]], [[0.4, 0.4, 0.1, 0.1]] * 4)  # f = (3/4, 1/4), P = (0.8, 0.2)
-    assert balance_of(uneven, population, n_ranks=2).item() == pytest.approx(2 * (0.6 + 0.05))
+    assert balance_of(uneven, population, n_groups=2).item() == pytest.approx(2 * (0.6 + 0.05))
 
 
 def test_a_loss_over_an_accumulated_batch_takes_the_load_that_it_is_given():
@@ -218,7 +218,7 @@ def test_counts_without_a_mask_are_those_of_the_routing():
             "needs a load (4,) for population 'batch' alone, got (4,) for 'rank'",
         ),
         (dict(population="batch", load=torch.ones(1)), "needs a load (4,) for population 'batch'"),
-        (dict(population="rank", n_ranks=3), "rank_load needs n_ranks that divides 4 experts, got 3"),
+        (dict(population="rank", n_groups=3), "rank_load needs n_ranks that divides 4 experts, got 3"),
     ],
 )
 def test_bad_populations_are_refused(unchecked, options, message):

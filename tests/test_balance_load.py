@@ -55,7 +55,7 @@ def test_tokens_sorted_by_domain_look_even_and_make_ranks_wait(n_ranks):
 
 @given(st.integers(1, 5), st.integers(1, 7), st.integers(1, 50), st.floats(0, 1))
 def test_no_sum_shows_how_far_tokens_are_sorted(p, m, n_rows, sortedness):
-    rows = sorted_by_domain(p, n_rows=n_rows, per_rank=3, n_micro_batches=m, sortedness=sortedness)
+    rows = sorted_by_domain(p, n_rows=n_rows, per_rank=3, n_microbatches=m, sortedness=sortedness)
     assert (rows >= 0).all() and rows.sum((0, 2)).eq(n_rows).all() and rows.shape == (m, p, 1, 3 * p)
     gap = gerrymandering_gap(rows, p)
     assert (gap.seen.item(), gap.loss.item()) == pytest.approx((1, 1))
@@ -65,22 +65,18 @@ def test_no_sum_shows_how_far_tokens_are_sorted(p, m, n_rows, sortedness):
 
 def test_ranks_wait_the_longer_the_more_tokens_are_sorted_and_the_more_micro_batches_there_are():
     def waited(m, sortedness):
-        rows = sorted_by_domain(4, n_rows=1200, n_micro_batches=m, sortedness=sortedness)
+        rows = sorted_by_domain(4, n_rows=1200, n_microbatches=m, sortedness=sortedness)
         return gerrymandering_gap(rows, 4).waited.item()
 
     assert [waited(4, x) for x in (0.0, 0.25, 0.5, 1.0)] == pytest.approx([1, 1.75, 2.5, 4])
     assert [waited(m, 1.0) for m in (1, 2, 4, 8)] == pytest.approx([1, 2, 4, 4])
     for wrong in (
-        dict(n_micro_batches=0), dict(per_rank=0),
+        dict(n_microbatches=0), dict(per_rank=0),
         dict(n_rows=-1), dict(sortedness=1.5), dict(sortedness=-0.5)
     ):  # fmt: skip
-        with refuses(
-            "needs n_ranks, per_rank and n_micro_batches >= 1, n_rows >= 0 and sortedness in [0, 1]"
-        ):
+        with refuses("needs n_ranks, per_rank and n_microbatches >= 1, n_rows >= 0 and sortedness in [0, 1]"):
             sorted_by_domain(4, **wrong)
-    with refuses(
-        "n_micro_batches >= 1, n_rows >= 0 and sortedness in [0, 1], got n_ranks=0, per_rank=2, n_m"
-    ):
+    with refuses("n_microbatches >= 1, n_rows >= 0 and sortedness in [0, 1], got n_ranks=0, per_rank=2, n_m"):
         sorted_by_domain(0)
 
 

@@ -31,7 +31,7 @@ from moekit.balance.__main__ import main
 from moekit.balance._page import make_page, make_table, read_rows
 
 POPULATIONS = {"rank": "rank", "micro_batch": "microBatch", "batch": "batch"}
-START = dict(n_ranks=4, per_rank=2, n_micro_batches=4, n_rows=1024, sortedness=1.0)
+START = dict(n_ranks=4, per_rank=2, n_microbatches=4, n_rows=1024, sortedness=1.0)
 
 
 def draw_rows(n=3, m=4, s=3, n_layers=2, e=12):
@@ -134,14 +134,14 @@ def test_the_pages_numbers_are_those_of_the_library():
 
 def test_the_pages_example_is_that_of_the_library_row_by_row():
     cases = [
-        (p, dict(n_rows=n, per_rank=k, n_micro_batches=m, sortedness=x))
+        (p, dict(n_rows=n, per_rank=k, n_microbatches=m, sortedness=x))
         for p, n, k in [(1, 10, 3), (2, 1024, 2), (3, 101, 1), (8, 77, 2)]
         for m in (1, 2, 5, 8)
         for x in (0.0, 0.37, 0.5, 1.0)
     ]
     found = compute(
         "cases.map(([p, x]) => sortedByDomain(p, {nRows: x.n_rows, perRank: x.per_rank, "
-        "nMicroBatches: x.n_micro_batches, sortedness: x.sortedness}))",
+        "nMicroBatches: x.n_microbatches, sortedness: x.sortedness}))",
         cases=cases,
     )
     for (p, options), rows in zip(cases, found, strict=True):
@@ -262,7 +262,7 @@ def test_in_a_browser_the_page_shows_the_example_and_follows_its_sliders(shown):
     moved = 'const set = (id, x) => { document.getElementById(id).value = x; }; set("ranks", 1); '
     moved += 'set("sorted", 50); set("micro", 3); set("per-rank", 3); set("rows", 100); '
     moved += 'document.getElementById("sorted").dispatchEvent(new Event("input", { bubbles: true }));'
-    rows = sorted_by_domain(2, n_micro_batches=3, per_rank=3, n_rows=100, sortedness=0.5)
+    rows = sorted_by_domain(2, n_microbatches=3, per_rank=3, n_rows=100, sortedness=0.5)
     assert numbers(shown(page, moved)) == expected_numbers(rows, 2)
 
 
@@ -356,9 +356,9 @@ def test_the_command_deals_a_recording_to_ranks_and_micro_batches(tmp_path, monk
     recording = Recording(expert_ids=ids.byte(), sample_ids=torch.arange(12).view(2, 6), n_experts=8)
     write_recording(file := tmp_path / "routing.safetensors", [recording])
     rows = torch.stack([recorded_rows(recording, i, n_ranks=2, n_microbatches=3) for i in range(2)])
-    options = ("--recording", file, "--n-ranks", 2, "--n-micro-batches", 3)
+    options = ("--recording", file, "--n-ranks", 2, "--n-microbatches", 3)
     assert command(monkeypatch, capsys, *options) == make_table(rows, 2) + "\n"
-    for wrong in ("--n-ranks", "--n-micro-batches"):
+    for wrong in ("--n-ranks", "--n-microbatches"):
         with refuses("recorded_rows needs n_ranks * n_microbatches that divides 6 rows", SystemExit):
             command(monkeypatch, capsys, "--recording", file, wrong, 0)
     with refuses("needs rows or a recording, got both", SystemExit):
@@ -370,7 +370,7 @@ def test_the_command_deals_a_recording_to_ranks_and_micro_batches(tmp_path, monk
     [
         (
             ["--sortedness", "2"],
-            "n_rows >= 0 and sortedness in [0, 1], got n_ranks=4, per_rank=2, n_micro_batches=4, n_rows=1024 "
+            "n_rows >= 0 and sortedness in [0, 1], got n_ranks=4, per_rank=2, n_microbatches=4, n_rows=1024 "
             "and sortedness=2.0",
         ),
         (["--rows", "no.npy"], "No such file"),

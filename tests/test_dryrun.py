@@ -69,6 +69,7 @@ def train_step(
     via=None,
     capacity_factor=None,
     payload=None,
+    overlap="none",
 ):
     """Make a whole training step in bfloat16, as a recipe does."""
     mesh = mk.make_mesh(edp=edp, ep=ep, device="cpu") if edp * ep > 1 else None
@@ -76,12 +77,13 @@ def train_step(
     optimizer = mk.chain(mk.clip_by_global_norm(1.0), mk.adamw(3e-4))
     optimizer = mk.shard_optimizer(optimizer, reduce=reduce, mesh=mesh)
     state = optimizer.init(params)
-    block = mk.remat(mk.model.transformer_block, recompute)
+    block = mk.remat(partial(mk.model.transformer_block, overlap=overlap), recompute)
     if rows:
         via = static_transport(rows(rank))
     elif via == "rowwise":
         ep = None if mesh is None else mesh["ep"]
-        sizes = dict(n_tokens=b // n_microbatches * s, capacity_factor=capacity_factor)
+        n_tokens = b // n_microbatches * s // (1 if overlap == "none" else 2)
+        sizes = dict(n_tokens=n_tokens, capacity_factor=capacity_factor)
         via = mk.rowwise.of(config, ep, **sizes, payload=payload)
     loss = partial(mk.next_token_loss, config=config, block=block, via=via, mesh=mesh)
     grad_fn = mk.value_and_grad(loss, has_aux=True)

@@ -101,12 +101,12 @@ RULES = [  # changes of a layout of tiny (16 layers, 64 experts) on 16 GPUs, wha
     ),
     (
         dict(imbalance=0.5, ep=3),
-        "imbalance must be at least 1 and finite, and 1 with via='rowwise'",
+        "imbalance must be from 1 to ep, and 1 with via='rowwise'",
         "ep=4, imbalance=1.0 instead of ep=3, imbalance=0.5",
     ),
     (
         dict(imbalance=1.5, via="rowwise"),
-        "whose capacity_factor gives the room: imbalance=1.5, via='rowwise'",
+        "whose capacity_factor gives the room: imbalance=1.5, ep=",
         "imbalance=1.0 instead of 1.5",
     ),
     (dict(ep=0, cp=-1), "sizes must be at least 1: ep=0, cp=-1", "ep=1, cp=1 instead of ep=0, cp=-1"),
@@ -319,6 +319,15 @@ def test_the_estimate_is_within_4_percent_of_a_dry_run(rank, options):
     assert 0.96 < sum(estimate.values()) / fake.peak < 1.04, (estimate, fake.memory, fake.at)
     for kind in ("parameters", "optimizer state", "gradients"):
         assert abs(estimate[kind] - fake.memory.get(kind, 0)) < 0.01 * fake.peak
+
+
+def test_two_batches_over_rowwise_keep_rows_and_halve_the_buffers():
+    options = dict(ep=8, b=2, via="rowwise", capacity_factor=1.25)
+    whole, _ = estimate_and_dry_run(BENCH, 0, options)
+    estimate, fake = estimate_and_dry_run(BENCH, 0, options | dict(overlap="two_batch"))
+    assert 0.96 < sum(estimate.values()) / fake.peak < 1.04, (estimate, fake.memory, fake.at)
+    assert estimate["symmetric buffers"] == pytest.approx(whole["symmetric buffers"] / 2, rel=1e-3)
+    assert sum(estimate.values()) > 1.2 * sum(whole.values())
 
 
 @pytest.mark.parametrize(("rank", "config", "options"), ODD)

@@ -109,6 +109,7 @@ def test_the_training_loss_its_terms_and_gradients_are_those_of_whole_logits_and
     want, want_grads = named_grads(lambda p: reference.loss(p, batch, config=config)[0], params)
     counts, n_targets = stats.pop("counts"), stats.pop("n_targets")
     n_routes, n_dropped = stats.pop("n_routes"), stats.pop("n_dropped")
+    assert stats.pop("computed").sum() == n_routes
     assert (stats.pop("fullest") == n_routes // max(config.n_moe_layers, 1)).all()  # of one rank
     close((loss, stats), (want, reference.loss(params, batch, config=config)[1]))
     close(flat(grads), want_grads)
@@ -144,6 +145,8 @@ def test_padding_influences_no_other_position_and_no_loss():
     assert not torch.allclose(hidden[padding], changed[padding])
     run = mk.value_and_grad(mk.next_token_loss, has_aux=True)
     (value, grads), (same, same_grads) = (run(params, b, config=config) for b in (batch, other))
+    for _, stats in (value, same):
+        assert stats.pop("computed").sum() == stats["n_routes"]  # padding is computed
     close((value, flat(grads)), (same, flat(same_grads)))
 
 

@@ -354,12 +354,14 @@ def small_run(folder):
     """Log steps of two ranks that share the experts, of a model with a dense layer before two others."""
     run = tracking.Run(folder)
     config = mk.preset("tiny", n_layers=3, n_dense_layers=1, n_experts=4)
-    progress = tracking.Progress(
-        run, 12, every=2, tokens_per_step=10, config=config, expert_ranks=2, peak_flops=1e12
-    )
+    progress = tracking.Progress(run, 12, every=2, tokens_per_step=10, config=config, peak_flops=1e12)
+    progress.ep = 2  # as of a mesh
     for step in progress:
         more = dict(
-            fullest=torch.tensor([60, 50]), n_routes=torch.tensor(160), router_entropy=torch.tensor(1.0)
+            computed=torch.tensor([[10, 20, 30, 20], [20, 20, 20, 20]]),
+            fullest=torch.tensor([60, 50]),
+            n_routes=torch.tensor(160),
+            router_entropy=torch.tensor(1.0),
         )
         more |= dict(n_dropped=torch.tensor(0), load_balancing=torch.tensor(2.0))
         stats = stats_of(-step / 10, counts=((10, 20, 30, 20), (20, 20, 20, 20)), **more)

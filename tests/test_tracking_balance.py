@@ -64,32 +64,25 @@ def test_groups_of_ranks_wait_at_the_same_time_and_layers_weigh_as_their_rows():
     assert figures["wait/gap"] == pytest.approx(figures["wait/waited"] - seen.item())
 
 
-def test_padding_that_only_the_fullest_ranks_count_is_no_wait():
-    counts, fullest, padded = torch.tensor([[4, 4]]), torch.tensor([8]), torch.tensor([16.0])
-    assert tracking.wait_figures(counts, fullest, n_ranks=2, rows=padded)["wait/rows"] == 0.0
-    assert tracking.wait_figures(counts, fullest, n_ranks=2)["wait/rows"] == 4.0
-
-
 class Records(list):
     def log(self, figures, step):
         self.append(figures)
 
 
-@pytest.mark.parametrize("expert_ranks", [None, 2])
-def test_progress_says_what_ranks_wait_for_where_several_share_the_experts(expert_ranks, capsys):
+@pytest.mark.parametrize("ep", [1, 2])
+def test_progress_says_what_ranks_wait_for_where_several_share_the_experts(ep, capsys):
     records, config = Records(), mk.preset("tiny")
-    progress = tracking.Progress(
-        records, 1, tokens_per_step=10, config=config, expert_ranks=expert_ranks, peak_flops=1e9
-    )
-    stats = dict(cross_entropy=torch.tensor(2.0), counts=torch.tensor([[4, 4], [4, 4]]))
-    stats |= dict(fullest=torch.tensor([6, 4]), n_routes=torch.tensor(16), n_dropped=torch.tensor(0))
+    progress = tracking.Progress(records, 1, tokens_per_step=10, config=config, peak_flops=1e9)
+    progress.ep = ep  # as of a mesh
+    stats = dict(cross_entropy=torch.tensor(2.0), counts=torch.tensor([[3, 4], [4, 3]]))  # without padding
+    stats |= dict(computed=torch.tensor([[4, 4], [4, 4]]), fullest=torch.tensor([6, 4]))
     for _ in progress:
         progress.log(stats | dict(router_entropy=torch.tensor(0.5)))
     (figures,) = records
     assert figures["router/entropy"] == 0.5
-    assert ("wait/waited" in figures) == (expert_ranks == 2)
-    assert ("waited 1.25, seen 1.00" in capsys.readouterr().out) == (expert_ranks == 2)
-    if expert_ranks:
+    assert ("wait/waited" in figures) == (ep == 2)
+    assert ("waited 1.25, seen 1.00" in capsys.readouterr().out) == (ep == 2)
+    if ep == 2:
         assert figures["wait/ms"] == pytest.approx(2 * 18 * config.d_model * config.d_expert / 1e6)
         assert figures[f"wait_layers/waited/{config.n_dense_layers}"] == 1.5
 
@@ -99,6 +92,16 @@ def test_the_heat_map_is_blue_below_the_mean_of_a_layer_and_red_above():
     assert image.shape == (8, 8, 3)
     low, high, even = image[0, 0].astype(int), image[0, 7].astype(int), image[7, 0].astype(int)
     assert low[2] > low[0] + 50 and high[0] > high[2] + 50 and abs(even[0] - even[2]) < 10
+
+
+def test_a_layer_that_drops_rows_does_not_change_what_is_said_of_another():
+    computed, fullest = (
+        torch.tensor([[4, 4, 0, 0], [3, 1, 2, 2]]),
+        torch.tensor([8, 4]),
+    )  # 8 of 8 and 4 of 8 rows
+    figures = tracking.wait_figures(computed, fullest, n_ranks=2, first_layer=1)
+    assert (figures["wait_layers/waited/1"], figures["wait_layers/gap/1"]) == (2.0, 0.0)
+    assert (figures["wait_layers/waited/2"], figures["wait_layers/gap/2"]) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(("ep", "n_microbatches"), [(2, 3), (1, 3)])
@@ -117,17 +120,20 @@ def test_a_run_of_ranks_logs_what_its_own_statistics_say(tmp_path, ep, n_microba
         batch = mk.count_tokens(mk.batch.make_batch(tokens, documents, torch.arange(6)), mesh=mesh)
         loss_fn = mk.value_and_grad(mk.next_token_loss, has_aux=True)
         grad_fn = mk.accumulate(loss_fn, n_microbatches)
-        (_, stats), _ = grad_fn(params, batch, config=config, expert_ranks=2, mesh=mesh)
+        (_, stats), _ = grad_fn(params, batch, config=config, mesh=mesh)
         stats = mk.mesh.sum_over_ranks(stats, mesh=mesh)
         run = tracking.Run(tmp_path if mesh.get_rank() == 0 else None)
-        progress = tracking.Progress(run, 1, tokens_per_step=1, config=config, expert_ranks=2, mesh=mesh)
+        progress = tracking.Progress(run, 1, tokens_per_step=1, config=config, mesh=mesh)
         for _ in progress:
             progress.log(stats)
         return stats["fullest"].sum().item(), stats["n_routes"].item()
 
     (fullest, n_routes), _ = ranks(2)(rank)
     (figures,) = tracking.read_metrics(tmp_path).values()
-    assert figures["wait/waited"] == pytest.approx(2 * fullest / n_routes) and figures["wait/waited"] > 1.0
-    # Each rank is a group where it holds all experts: then two wait at the same time.
-    assert figures["wait/rows"] == pytest.approx((fullest - n_routes / 2) / (2 // ep))
+    if ep == 1:  # each rank holds all experts: none waits for another in a layer
+        assert fullest == n_routes and "wait/waited" not in figures
+    else:
+        assert figures["wait/waited"] == pytest.approx(2 * fullest / n_routes)
+        assert figures["wait/waited"] > 1.0
+        assert figures["wait/rows"] == pytest.approx(fullest - n_routes / 2)
     assert 0 < figures["router/entropy"] < torch.tensor(8.0).log()

@@ -2,7 +2,7 @@
 
 python -m moekit.balance --n-ranks 4 --sortedness 0.5
 python -m moekit.balance --rows run/rows.safetensors --html load.html
-python -m moekit.balance --recording run/routing.safetensors --n-ranks 8 --n-micro-batches 2
+python -m moekit.balance --recording run/routing.safetensors --n-ranks 8 --n-microbatches 2
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Study:
         Ranks that share the experts; by default as many as sent the rows, else 4.
     per_rank
         Experts of a rank of the example.
-    n_micro_batches
+    n_microbatches
         Of the example, by default as many as ranks; of a recording, by default 1.
     n_rows
         Rows of an expert of the example, from each rank, in the step.
@@ -48,7 +48,7 @@ class Study:
     html: Path | None = None
     n_ranks: int | None = None
     per_rank: int = 2
-    n_micro_batches: int | None = None
+    n_microbatches: int | None = None
     n_rows: int = 1024
     sortedness: float = 1.0
 
@@ -67,7 +67,7 @@ def _run(args: Study) -> None:
         raise ValueError("needs rows or a recording, got both; leave one out")
     if args.recording:
         recording, n_ranks = read_recording(*args.recording), 4 if args.n_ranks is None else args.n_ranks
-        n_microbatches = 1 if args.n_micro_batches is None else args.n_micro_batches
+        n_microbatches = 1 if args.n_microbatches is None else args.n_microbatches
         sizes = dict(n_ranks=n_ranks, n_microbatches=n_microbatches)
         steps = range(len(recording.expert_ids))
         rows = recorded = torch.stack([recorded_rows(recording, step, **sizes) for step in steps])
@@ -81,7 +81,7 @@ def _run(args: Study) -> None:
         options: dict[str, Any] = dict(
             n_rows=args.n_rows,
             per_rank=args.per_rank,
-            n_micro_batches=n_ranks if args.n_micro_batches is None else args.n_micro_batches,
+            n_microbatches=n_ranks if args.n_microbatches is None else args.n_microbatches,
             sortedness=args.sortedness,
         )
         rows, recorded = sorted_by_domain(n_ranks, **options)[None], None

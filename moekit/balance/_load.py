@@ -170,7 +170,7 @@ def sorted_by_domain(
     *,
     n_rows: int = 1024,
     per_rank: int = 2,
-    n_micro_batches: int | None = None,
+    n_microbatches: int | None = None,
     sortedness: float = 1.0,
 ) -> Rows:
     """Return rows of a step that no sum over its batch shows to be uneven, one layer.
@@ -187,7 +187,7 @@ def sorted_by_domain(
         Of each expert, from each rank, in the step.
     per_rank : int
         Experts of a rank.
-    n_micro_batches : int, optional
+    n_microbatches : int, optional
         By default as many as ranks.
     sortedness : float
         Part of the tokens that are in order; the others are shuffled over the step. 0: all micro-batches are
@@ -198,11 +198,11 @@ def sorted_by_domain(
     ValueError
         For a sortedness outside [0, 1], no rank, expert or micro-batch, or rows below 0.
     """
-    m = n_ranks if n_micro_batches is None else n_micro_batches
+    m = n_ranks if n_microbatches is None else n_microbatches
     if min(n_ranks, per_rank, m) < 1 or n_rows < 0 or not 0 <= sortedness <= 1:
         raise ValueError(
-            "sorted_by_domain needs n_ranks, per_rank and n_micro_batches >= 1, n_rows >= 0 and sortedness "
-            f"in [0, 1], got {n_ranks=}, {per_rank=}, n_micro_batches={m}, {n_rows=} and {sortedness=}"
+            "sorted_by_domain needs n_ranks, per_rank and n_microbatches >= 1, n_rows >= 0 and sortedness "
+            f"in [0, 1], got {n_ranks=}, {per_rank=}, n_microbatches={m}, {n_rows=} and {sortedness=}"
         )
     done = torch.arange(m + 1, dtype=torch.float64)[:, None] / m  # of the step, before each micro-batch
     of_domain = (done * n_ranks - torch.arange(n_ranks)).clamp(0, 1)

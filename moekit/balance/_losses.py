@@ -22,7 +22,7 @@ def load_balancing_loss(
     routing: Routing,
     *,
     population: Population,
-    n_ranks: int | None = None,
+    n_groups: int | None = None,
     documents: Int[Tensor, " t"] | None = None,
     mask: Bool[Tensor, " t"] | None = None,
     n_tokens: int | Int[Tensor, ""] | None = None,
@@ -34,8 +34,8 @@ def load_balancing_loss(
 
     :math:`f_i` is the part of a population's routes that expert i takes (so they sum to one), and :math:`P_i`
     the mean over the population of i's score as a part of all scores. The loss is 1 when balanced.
-    Populations weigh as their tokens. With ``n_ranks``, i are the ranks that share the experts, and E is
-    their number: experts of one rank may differ.
+    Populations weigh as their tokens. With ``n_groups``, i are groups of neighbouring experts, and E is their
+    number: experts of one group may differ.
 
     Pure, differentiable in the scores. Collective over ``mesh`` for ``"micro_batch"`` and ``"batch"``: one
     all-reduce of E counts; over ``context`` for ``"document"``: one all-gather of the expert ids.
@@ -50,8 +50,8 @@ def load_balancing_loss(
         ``"micro_batch"``: the tokens of this call on all ranks of ``mesh``. These two depend on the split by
         definition. ``"batch"``: the global batch, which must not be accumulated: it is an error on the device
         when this call on all ranks does not hold ``n_tokens``; or else give ``load``.
-    n_ranks : int, optional
-        Balance the experts that a rank holds (:func:`rank_load`) as one: a device-level loss.
+    n_groups : int, optional
+        Balance groups of experts, such as those that a rank holds: a device-level loss.
     documents : Int[Tensor, " t"], optional
         For ``"document"``: a number per document, in [0, t), or in [0, t * cp) with a context.
     mask : Bool[Tensor, " t"], optional
@@ -70,7 +70,7 @@ def load_balancing_loss(
     ------
     ValueError
         When the population is unknown or lacks its argument, ``load`` is of no use or of another shape, or
-        ``n_ranks`` does not divide E.
+        ``n_groups`` does not divide E.
 
     References
     ----------
@@ -123,8 +123,8 @@ def load_balancing_loss(
                 "load_balancing_loss over the batch needs the whole batch in one call, but it is accumulated",
             )
         f = counts.to(p.dtype) / counts.sum().clamp_min(1)
-    if n_ranks is not None:
-        f, p = rank_load(f, n_ranks), rank_load(p, n_ranks)
+    if n_groups is not None:
+        f, p = rank_load(f, n_groups), rank_load(p, n_groups)
     per_token = (f * p).sum(-1).masked_fill(~keep, 0.0)
     return p.shape[-1] * per_token.sum() / _at_least_one(total)
 

@@ -8,7 +8,7 @@ from statistics import harmonic_mean
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from moekit.balance import evenness, rank_load
@@ -50,12 +50,11 @@ def load_figures(counts: Int[Tensor, "l E"], *, first_layer: int = 0) -> Figures
 
 
 def wait_figures(
-    counts: Int[Tensor, "l E"],
+    computed: Int[Tensor, "l E"],
     fullest: Int[Tensor, " l"],
     *,
     n_ranks: int,
     n_groups: int = 1,
-    rows: Float[Tensor, " l"] | None = None,
     ms_per_row: float | None = None,
     first_layer: int = 0,
 ) -> Figures:
@@ -65,17 +64,15 @@ def wait_figures(
 
     Parameters
     ----------
-    counts : Int[Tensor, "l E"]
-        Rows per expert of the global batch.
+    computed : Int[Tensor, "l E"]
+        Rows per expert of the global batch, with padding and without what was dropped.
     fullest : Int[Tensor, " l"]
-        Rows of the fullest rank, summed over micro-batches and groups: ``stats["fullest"]`` of
+        Those of the fullest rank, summed over micro-batches and groups. Both are statistics of
         :func:`moekit.next_token_loss`, summed over ranks.
     n_ranks : int
         Of a group, which share one copy of the experts: ep.
     n_groups : int
         Groups that wait at the same time: ranks in all, those of pipeline stages included, by ep.
-    rows : Float[Tensor, " l"], optional
-        That are computed, where these are not those of ``counts``: with padding, without what was dropped.
     ms_per_row : float, optional
         Of a row in an expert, forward and backward, for ``wait/ms``.
     first_layer : int
@@ -89,8 +86,8 @@ def wait_figures(
     >>> [figures[f"wait/{name}"] for name in ("waited", "seen", "gap", "rows")]
     [2.0, 1.0, 1.0, 8.0]
     """
-    even = (counts.sum(-1) if rows is None else rows).double() / n_ranks
-    seen = evenness(rank_load(counts, n_ranks)).max_over_mean
+    even = computed.sum(-1).double() / n_ranks
+    seen = evenness(rank_load(computed, n_ranks)).max_over_mean
     waited = (fullest / even).where(even > 0, 1.0)
     weights = even / even.sum() if even.sum() else torch.full_like(even, 1 / len(even))
     lost = (fullest - even).sum().item() / n_groups

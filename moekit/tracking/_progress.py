@@ -54,9 +54,6 @@ class Progress:
     peak_flops : float, optional
         FLOP/s of a rank's device, for what is a part of it; by default that of a GPU that
         :mod:`moekit.plan` knows.
-    expert_ranks : int, optional
-        Ranks that share the experts, or would; by default ep of the mesh. As for
-        :func:`moekit.next_token_loss`.
     mesh : DeviceMesh, optional
         From :func:`moekit.make_mesh`. Rank 0 prints and logs.
 
@@ -86,7 +83,6 @@ class Progress:
         config: ModelConfig | None = None,
         seq_len: int | None = None,
         peak_flops: float | None = None,
-        expert_ranks: int | None = None,
         mesh: DeviceMesh | None = None,
     ):
         if every < 1:
@@ -94,14 +90,15 @@ class Progress:
         self.run, self.n_steps, self.every, self.step = run, n_steps, every, start
         self.tokens_per_step, self.token, self.config = tokens_per_step, token, config
         self.rank, n_ranks = (0, 1) if mesh is None else (dist.get_rank(), mesh.size())
-        ep = 1 if mesh is None else mesh["ep"].size()
-        self.expert_ranks, self.n_groups = ep if expert_ranks is None else expert_ranks, n_ranks // ep
+        self.ep = 1 if mesh is None else mesh["ep"].size()
+        self.n_groups = n_ranks // self.ep
         self.flops = 0.0 if config is None else plan.flops_per_token(config, seq_len) / n_ranks
         if peak_flops is None and torch.cuda.is_available():
             peak_flops = plan.peak_flops(torch.device("cuda"))
         self.peak_flops = peak_flops
         self._due: _Due | None = None
         self._n_logged = 0
+        self._since, self._began, self._pauses = self.step, _Moment(), []
 
     def __iter__(self) -> Iterator[int]:
         """Count from ``start + 1`` to ``n_steps``."""
@@ -228,17 +225,12 @@ class Progress:
             figures |= {"drops/rows": n, "drops/share": n / max(of, 1)}
         if counts.numel():
             figures |= load_figures(counts, first_layer=self._first_layer)
-        if "fullest" in stats and self.expert_ranks > 1:
-            rows = None
-            if "n_routes" in stats:  # what is computed: with padding, and without what was dropped
-                computed = stats["n_routes"] - stats["n_dropped"]
-                rows = (computed / len(counts)).expand(len(counts))
+        if counts.numel() and "fullest" in stats and self.ep > 1:
             figures |= wait_figures(
-                counts,
+                stats["computed"],
                 stats["fullest"],
-                n_ranks=self.expert_ranks,
+                n_ranks=self.ep,
                 n_groups=self.n_groups,
-                rows=rows,
                 ms_per_row=ms_per_row,
                 first_layer=self._first_layer,
             )

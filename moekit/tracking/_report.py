@@ -5,13 +5,14 @@ import html
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.figure import Figure
 
 from moekit.tracking._figures import read_metrics, summarize
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Records = Mapping[int, Mapping[str, Any]]  # figures by step
 Rows = Mapping[str, Sequence[int]]  # of each expert, by the number of its layer
@@ -83,6 +84,8 @@ def heat_map(rows: Rows) -> np.ndarray:
 
     Made in a millisecond, for a step that is being logged; the report draws the same with axes.
     """
+    from matplotlib import colormaps  # half a second, which no other rank needs
+
     image = colormaps[COLORS](_over_mean(rows) / MOST, bytes=True)[..., :3]
     return image.repeat(4, 0).repeat(4, 1)
 
@@ -92,13 +95,15 @@ def _over_mean(rows: Rows) -> np.ndarray:
     return load / load.mean(1, keepdims=True).clip(1e-9)
 
 
-def _png(figure: Figure) -> bytes:
+def _png(figure: "Figure") -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png")
     return out.getvalue()
 
 
-def _figure(n: int, **options: Any) -> Figure:
+def _figure(n: int, **options: Any) -> "Figure":
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 3.2 * n), layout="constrained")
     figure.subplots(n, 1, **options)
     return figure
@@ -110,10 +115,10 @@ def _of(records: Records, name: str) -> tuple[list[int], list[Any]]:
     return steps, [records[step][name] for step in steps]
 
 
-def _lines(panels: Mapping[str, Sequence[str]]) -> Callable[[Records], Figure | None]:
+def _lines(panels: Mapping[str, Sequence[str]]) -> "Callable[[Records], Figure | None]":
     """Return what draws figures over steps, a panel for each label; None where a run has none of them."""
 
-    def draw(records: Records) -> Figure | None:
+    def draw(records: Records) -> "Figure | None":
         curves = {label: {name: _of(records, name) for name in names} for label, names in panels.items()}
         curves = {label: of for label, of in curves.items() if any(steps for steps, _ in of.values())}
         if not curves:
@@ -132,7 +137,7 @@ def _lines(panels: Mapping[str, Sequence[str]]) -> Callable[[Records], Figure | 
     return draw
 
 
-def _draw_load(records: Records) -> Figure | None:
+def _draw_load(records: Records) -> "Figure | None":
     """Draw the last load of all experts, and each layer's fullest expert over time."""
     at, rows = _of(records, "load/rows")
     if not at:
