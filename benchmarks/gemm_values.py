@@ -114,11 +114,11 @@ def read_rows(path: Path) -> Tensor:
     Raises
     ------
     ValueError
-        When it is no .npy or safetensors file, or does not hold one matrix of floats.
+        When it is no whole .npy or safetensors file, or does not hold one matrix of floats.
     """
     try:
         found = dict(array=torch.from_numpy(np.load(path))) if path.suffix == ".npy" else load_file(path)
-    except (SafetensorError, TypeError) as error:
+    except (SafetensorError, EOFError, TypeError, ValueError) as error:
         raise ValueError(f"--recorded needs an .npy or safetensors file, got {path}: {error}") from error
     matrices = [x for x in found.values() if x.ndim == 2 and x.is_floating_point() and len(x)]
     if len(matrices) != 1:

@@ -363,11 +363,11 @@ def check_run(cfg: Any, device: str) -> None:
 
 
 def sizes(text: str) -> tuple[int, int, int]:
-    """Return the numbers of a shape as given in a command."""
-    try:
-        tokens, d_model, n_experts = map(int, text.split("x"))
-    except ValueError:
-        raise SystemExit(f"a shape is TOKENSxD_MODELxEXPERTS, got {text!r}") from None
+    """Return the numbers of a shape as given in a command, each at least 1."""
+    given = text.split("x")
+    if len(given) != 3 or not all(n.isdecimal() and int(n) for n in given):
+        raise SystemExit(f"a shape is TOKENSxD_MODELxEXPERTS, got {text!r}")
+    tokens, d_model, n_experts = map(int, given)
     return tokens, d_model, n_experts
 
 

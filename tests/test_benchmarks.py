@@ -160,6 +160,9 @@ def test_unknown_names_and_shapes_are_refused_before_anything_is_measured(monkey
         SystemExit, match="no candidate is called 'nobody', 'moekit'; known are 'moekit-auto', "
     ):
         moe_layer.main(moe_layer.Config(candidates=("stock", "nobody", "moekit"), device="cpu"))
+    for text in ("64x64x0", "-1x64x8", "1.5x64x8"):
+        with pytest.raises(SystemExit, match=f"a shape is TOKENSxD_MODELxEXPERTS, got '{text}'"):
+            moe_kernels.main(moe_kernels.Config(shapes=(text,), device="cpu"))
     for module in (moe_layer, moe_kernels):
         with pytest.raises(SystemExit, match="a shape is TOKENSxD_MODELxEXPERTS, got '64x64'"):
             module.main(module.Config(shapes=("16x16x8", "64x64"), device="cpu"))
@@ -452,12 +455,14 @@ def test_what_cannot_be_read_of_a_gpu_is_told_and_ends_nothing(monkeypatch):
 
 def test_recorded_rows_that_are_none_are_refused_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(gemm_values, "run_cases", None)
-    text, two = tmp_path / "rows.safetensors", tmp_path / "two.safetensors"
+    text, two, empty = (tmp_path / name for name in ("rows.safetensors", "two.safetensors", "empty.npy"))
+    empty.touch()
     text.write_text("text")
     save_file(dict(a=torch.ones(2, 3), b=torch.ones(2, 3)), two)
     np.save(tmp_path / "ids.npy", torch.ones(2, 3, dtype=torch.int64).numpy())
     for file, says in (
         (text, "--recorded needs an .npy or safetensors file, got "),
+        (empty, "--recorded needs an .npy or safetensors file, got "),
         (two, r"--recorded needs one matrix of floats \(n, d\), got {'a': 'torch.float32 \(2, 3\)', 'b'"),
         (tmp_path / "ids.npy", "got {'array': 'torch.int64"),
         (tmp_path / "none.npy", "No such file"),
