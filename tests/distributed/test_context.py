@@ -124,8 +124,8 @@ def test_counts_and_every_term_of_the_loss_do_not_depend_on_how_rows_are_split()
     for edp, ep, cp, n_micro_batches in [(1, 4, 2, 4), (2, 2, 4, 2)]:
         for got in ranks(edp * ep)(measure, edp, ep, cp, n_micro_batches):
             assert all(torch.equal(got[name], want[name]) for name in ("counts", "totals", "n_targets"))
-            for name, x in want.items():
-                torch.testing.assert_close(got[name], x, rtol=1e-10, atol=1e-10, msg=name)
+            for name in want.keys() - {"fullest"}:  # that of the fullest rank does
+                torch.testing.assert_close(got[name], want[name], rtol=1e-10, atol=1e-10, msg=name)
 
 
 def test_documents_across_ranks_are_counted_as_one():
