@@ -84,7 +84,8 @@ def record_step(
     Parameters
     ----------
     kept : sequence of Tensor
-        What :func:`keep_routing` appended in the step, once for each layer of each micro-batch.
+        What :func:`keep_routing` appended in the step, once for each layer of each micro-batch: of the whole
+        model, not of a stage of a pipeline.
     batch : Batch
         This rank's rows of the step, before they were split into micro-batches.
     config : ModelConfig
