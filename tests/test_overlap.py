@@ -12,7 +12,7 @@ from reference import close, draw, flat, packed_batch, refuses, small_config
 from test_moe import D, kernel_layer, layer, run
 
 import moekit as mk
-from moekit import overlap
+from moekit import _moe, overlap
 from moekit.overlap import beside, fastest, two_batch
 
 BESIDE = pytest.mark.parametrize("how", ["two_batch", "shared"])
@@ -226,6 +226,31 @@ def test_a_shared_expert_runs_beside_all_that_is_routed(monkeypatch):
     streams.launch("after", None)
     assert streams.ordered("before", "shared") and streams.ordered("shared", "after")
     assert streams.together("shared", "routed")
+
+
+@BESIDE
+def test_a_layer_runs_its_parts_on_the_streams_that_it_says(monkeypatch, how):
+    streams, (params, x) = Streams(monkeypatch), (layer(), draw(7, D))
+
+    def noted(name, fn):
+        def run(*args, **options):
+            streams.launch(name if name not in streams.stamps else f"{name} again", None)
+            return fn(*args, **options)
+
+        return run
+
+    for name in ("_shared_expert", "dispatch", "expert_forward", "combine"):
+        monkeypatch.setattr(_moe, name, noted(name, getattr(_moe, name)))
+    mk.moe(params, x, top_k=2, overlap=how)
+    streams.launch("after", None)
+    on_side = {name.split()[0] for name, (stream, _) in streams.stamps.items() if stream == "side"}
+    assert on_side == {"shared": {"_shared_expert"}, "two_batch": {"dispatch", "combine"}}[how]
+    assert all(streams.ordered(name, "after") for name in streams.stamps if name != "after")
+    if how == "shared":
+        assert streams.together("_shared_expert", "expert_forward")
+    else:
+        assert streams.together("dispatch again", "expert_forward")
+        assert streams.together("combine", "expert_forward again")
 
 
 def test_what_is_recomputed_is_recomputed_before_any_of_it_is_differentiated():
