@@ -228,7 +228,7 @@ class Progress:
             figures |= {"drops/rows": n, "drops/share": n / max(of, 1)}
         if counts.numel():
             figures |= load_figures(counts, first_layer=self._first_layer)
-        if "fullest" in stats and self.expert_ranks > 1:
+        if "fullest" in stats and self.expert_ranks > 1 and len(counts):
             rows = None
             if "n_routes" in stats:  # what is computed: with padding, and without what was dropped
                 computed = stats["n_routes"] - stats["n_dropped"]
