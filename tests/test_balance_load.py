@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from reference import refuses
+from reference import as_rank, refuses
 
 from moekit.balance import evenness, fullest, gerrymandering_gap, rank_load, sorted_by_domain, wait
 
@@ -40,6 +40,14 @@ def test_ranks_wait_for_the_fullest_in_every_micro_batch_and_layer():
     added_up = sum(fullest(of_micro_batch[0], 2) for of_micro_batch in rows)
     assert (added_up - rows.sum((0, 1, 3)) / 2).tolist() == wait(rows, 2).sum(0).tolist()
     assert fullest(rows[0, 0]).tolist() == [8, 8]  # one rank has all
+
+
+def test_a_mesh_of_several_axes_is_refused():
+    def rank(mesh):
+        with refuses("fullest needs a one-axis mesh, got axes ('edp', 'ep'); pass mesh['ep']"):
+            fullest(torch.ones(6, dtype=torch.int64), mesh=mesh)
+
+    as_rank(rank)
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4, 8])

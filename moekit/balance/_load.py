@@ -95,7 +95,14 @@ def fullest(
         Ranks that share the experts, or would; by default those of ``mesh``.
     mesh : DeviceMesh, optional
         The axis ep, whose ranks send to the same experts: its first one returns the rows, others 0.
+
+    Raises
+    ------
+    ValueError
+        When ``mesh`` has more than one axis, and as :func:`rank_load`.
     """
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f"fullest needs a one-axis mesh, got axes {mesh.mesh_dim_names}; pass mesh['ep']")
     if n_ranks is None:
         n_ranks = 1 if mesh is None else mesh.size()
     if mesh is None:
