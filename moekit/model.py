@@ -508,7 +508,7 @@ def next_token_loss(
         batch.
     expert_ranks : int, optional
         Ranks that would share the experts: for ``fullest``, and the balancing loss of a config whose
-        ``balance_over`` is ``"rank"``; by default those of ``mesh["ep"]``.
+        ``balance_over`` is ``"rank"``, which is constant for one; by default those of ``mesh["ep"]``.
     context : DeviceMesh, optional
         From :func:`moekit.mesh.context_mesh`, where the rows of ``batch`` are split over its ranks.
     mesh : DeviceMesh, optional
