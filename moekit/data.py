@@ -10,6 +10,8 @@ Axes: b sequences, s positions.
 """
 
 import copy
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -240,6 +242,8 @@ class Loader(nodes.Prefetcher[Batch]):
             initial_state if initial_state is None else dict(snapshot=initial_state, steps_since_snapshot=0)
         )
         super().reset(snapshot)
+        assert self._it is not None
+        weakref.finalize(self._it, _end, self._it._stop_event, self._it._thread)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from the place of a ``state_dict()``."""
@@ -256,3 +260,9 @@ class Loader(nodes.Prefetcher[Batch]):
         except StopIteration:
             self.reset()
             raise
+
+
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    """Stop the thread of a loader, also before the interpreter ends: it aborts a thread within torch."""
+    stop.set()
+    thread.join(timeout=1.0)

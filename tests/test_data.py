@@ -1,5 +1,8 @@
 import itertools
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -287,3 +290,19 @@ def test_a_slow_thread_of_before_does_not_move_the_loader_after_it():
     assert loader.state_dict() == state
     ids = joined(take(loader, 4))["sample_ids"]  # more than are made ahead
     assert torch.equal(ids[:14], torch.from_numpy(sample_order(18, seed=0, epoch=0)[4:]))
+
+
+def test_no_thread_is_left_when_the_interpreter_ends():
+    program = """
+import atexit, threading
+atexit.register(lambda: print(threading.active_count()))  # after those that are registered later
+from moekit import corpora, data
+corpus = corpora.corpus_of_text({"a": "text"}, corpora.byte_tokenizer())
+loader = data.Loader(data.pack(corpus, 2), 1, epochs=1)
+print(len(list(loader)))
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=env, check=True
+    )
+    assert done.stdout.split() == ["2", "1"]
