@@ -400,7 +400,9 @@ def test_a_report_of_nothing_but_a_loss_has_that_alone_and_one_of_no_run_says_so
 def test_the_report_of_a_model_without_experts_has_no_load(tmp_path):
     run = tracking.Run(tmp_path)
     none = torch.zeros(0, 4, dtype=torch.int64)
-    for _ in (progress := tracking.Progress(run, 2, every=1, tokens_per_step=10, expert_ranks=2)):
+    progress = tracking.Progress(run, 2, every=1, tokens_per_step=10)
+    progress.ep = 2  # as of a mesh
+    for _ in progress:
         progress.log(stats_of() | dict(counts=none, fullest=none.sum(-1)))
     run.finish()
     assert {path.name for path in tmp_path.glob("*.png")} == {"loss.png", "rate.png"}
