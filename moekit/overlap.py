@@ -144,9 +144,10 @@ class fastest:
     """A function that calls each of several in turn, and from when their times are known the fastest.
 
     They should be ways to the same result, so that calls which measure are calls like any other: of a whole
-    training step, the function of loss and gradients. Each is called once before it is timed, as it may
-    compile. A function's time is the median of its calls; of several ranks, the slowest's counts. One
-    function alone is not timed, and without values, as in a dry run, the first one is called.
+    training step, the function of loss and gradients. None may fail: where one fails on one rank alone, for
+    want of memory, the others wait for it. Each is called once before it is timed, as it may compile. A
+    function's time is the median of its calls; of several ranks, the slowest's counts. One function alone is
+    not timed, and without values, as in a dry run, the first one is called.
 
     Collective over ``mesh`` once, in the call that decides, besides what the functions do; the host waits for
     the device in it. All ranks get the same answer, and the first one prints it.

@@ -183,7 +183,7 @@ def test_the_summary_has_the_best_loss_the_mean_rate_and_the_peaks():
     assert summary == {
         "summary/best_loss": 2.0,
         "summary/tokens": 30,
-        "summary/tokens_per_second": pytest.approx(20.0),
+        "summary/tokens_per_second": pytest.approx(40.0),
         "summary/peak_active_gib": 5.0,
     }
 

@@ -131,8 +131,8 @@ def read_metrics(folder: str | Path) -> dict[int, dict[str, Any]]:
 def summarize(records: Mapping[int, Mapping[str, Any]]) -> Figures:
     """Return the figures of a whole run, from those of its steps (:func:`moekit.tracking.read_metrics`).
 
-    >>> steps = {1: {"loss": 3.0, "speed/tokens_per_second": 5.0}}
-    >>> steps[2] = {"loss": 4.0, "speed/tokens_per_second": 20.0}
+    >>> rates = {1: 0.5, 2: 5.0, 3: 20.0}  # the first record's steps compile, and are left out
+    >>> steps = {step: {"speed/tokens_per_second": rate} for step, rate in rates.items()}
     >>> summarize(steps)["summary/tokens_per_second"]  # of steps of as many tokens each
     8.0
     """
@@ -147,7 +147,7 @@ def summarize(records: Mapping[int, Mapping[str, Any]]) -> Figures:
     if tokens := of("tokens"):
         summary["tokens"] = tokens[-1]
     if rates := of("speed/tokens_per_second"):
-        summary["tokens_per_second"] = harmonic_mean(rates)
+        summary["tokens_per_second"] = harmonic_mean(rates[1:] or rates)
     for name in ("memory/peak_active_gib", "memory/peak_reserved_gib"):
         if peaks := of(name):
             summary[name.removeprefix("memory/")] = max(peaks)
