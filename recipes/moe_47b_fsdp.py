@@ -49,7 +49,7 @@ class Config:
     # after each micro-batch (it holds its float32 shard of them, and sends more).
     reduce: Literal["step", "micro_batch"] = "step"
     recompute: Literal["none", "block"] = "none"
-    overlap: bool = True  # gather a block's weights during the one before; False: when it begins
+    prefetch: bool = True  # gather a block's weights during the one before; False: when it begins
     assignment: Literal["top_k", "random", "uniform"] = "random"
     optimize: bool = True  # False: forward and backward alone
     lr: float = 3e-4  # at its peak
@@ -148,8 +148,8 @@ def shard(net, mesh):
     wrap(net, True, bf16)  # embedding, last norm, head
     for before, after in pairwise([net, *layers]):  # a module that is gathered already: no prefetch
         ahead = [m for m in after.modules() if isinstance(m, FSDPModule)]
-        before.set_modules_to_forward_prefetch(ahead if cfg.overlap else [before])
-        after.set_modules_to_backward_prefetch([before if cfg.overlap else after])
+        before.set_modules_to_forward_prefetch(ahead if cfg.prefetch else [before])
+        after.set_modules_to_backward_prefetch([before if cfg.prefetch else after])
     for unit in (m for m in net.modules() if isinstance(m, FSDPModule)):
         unit.set_gradient_divide_factor(1.0)  # losses are shares of the global batch's: a sum
         unit.set_force_sum_reduction_for_comms(True)
