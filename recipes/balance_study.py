@@ -170,11 +170,12 @@ for path in (cfg.json, cfg.plot):
 cfg.json.write_text(json.dumps(dict(config=asdict(cfg), torch=torch.__version__, ways=results), default=str))
 figure = Figure(figsize=(13, 4), layout="constrained")
 axes = figure.subplots(1, 3)
+top = 1.05 * max(max(found["waited"]) for found in results.values())
 for name, found in results.items():
     for axis, key in zip(axes, ("seen", "waited"), strict=False):
         smooth = torch.tensor(found[key]).unfold(0, max(cfg.n_steps // 20, 1), 1).mean(1)
         axis.plot(smooth, label=name)
-        axis.set(title=f"fullest rank by the mean: {key}", xlabel="step", ylim=(0.95, cfg.expert_ranks))
+        axis.set(title=f"fullest rank by the mean: {key}", xlabel="step", ylim=(0.95, top))
     axes[2].plot(found["mean_waited"], found["mean_held_out"], "o", label=name)
 axes[2].set(title="at the end", xlabel="waited", ylabel="held-out loss, nats a byte")
 axes[0].legend(fontsize="small")
