@@ -353,3 +353,16 @@ def test_bad_input_is_refused(call, changes, message):
             model.forward(params_of(config), **dict(tokens=batch.tokens, config=config) | changes)
         else:
             mk.next_token_loss(params_of(config), replace(batch, **changes), config=config)
+
+
+def test_a_config_balances_groups_and_a_load_stands_for_the_batch():
+    config, batch = small_config(balance_weight=0.5), packed_batch(seed=1)
+    params = params_of(config)
+    _, stats = mk.next_token_loss(params, batch, config=replace(config, balance_groups=1))
+    close(stats["load_balancing"], torch.full_like(stats["load_balancing"], config.n_moe_layers))
+    over_batch = replace(config, balance_population="batch")
+    even = torch.ones(config.n_moe_layers, config.n_experts)
+    _, stats = mk.next_token_loss(params, batch, config=over_batch, load=even)
+    close(stats["load_balancing"], torch.full_like(stats["load_balancing"], config.n_moe_layers))
+    _, other = mk.next_token_loss(params, batch, config=over_batch)
+    assert abs(other["load_balancing"] - config.n_moe_layers) > 1e-3
