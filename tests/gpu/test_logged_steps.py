@@ -1,5 +1,9 @@
 """A step that is logged: nothing waits for the device, and what is traced has kernels in every range."""
 
+import statistics
+import time
+from functools import partial
+
 import pytest
 import torch
 from test_training_step import CONFIG, Step
@@ -63,6 +67,40 @@ def test_the_rate_is_that_of_the_device_whenever_the_host_writes():
         progress.log(stats)
     measured = 1000 / (start.elapsed_time(end) / 1e3)
     assert records[1][1]["speed/tokens_per_second"] == pytest.approx(measured, rel=0.2)
+
+
+def test_a_record_of_every_step_costs_less_than_a_hundredth(tmp_path):
+    config = mk.preset("bench-8L", n_experts=8)
+    params = mk.init_params(config, dtype=torch.bfloat16, device="cuda")
+    tokens = torch.randint(config.vocab_size, (2, config.max_seq_len + 1), device="cuda")
+    ids = torch.arange(2, device="cuda")
+    batch = mk.count_tokens(mk.batch.make_batch(tokens, torch.zeros_like(tokens), ids))
+    loss = partial(mk.next_token_loss, config=config, attend_across_documents=True)
+    grad_fn = mk.value_and_grad(loss, has_aux=True)
+    run = tracking.Run(tmp_path)
+    sizes = dict(tokens_per_step=batch.tokens.numel(), config=config, seq_len=config.max_seq_len)
+    n_rounds, n = 12, 4
+    progress = tracking.Progress(run, n * n_rounds, every=1, **sizes)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    steps = iter(progress)
+    for _ in range(2):
+        grad_fn(params, batch)
+    for i in range(2 * n_rounds):
+        logged = i % 2 == 1
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(n):
+            (_, stats), _ = grad_fn(params, batch)
+            if logged:
+                next(steps)
+                progress.log(stats)
+        torch.cuda.synchronize()
+        seconds[logged].append(time.perf_counter() - start)
+    steps.close()
+    run.finish()
+    plain, logged = (statistics.median(seconds[x]) for x in (False, True))
+    print(f"\n{n} steps: {plain:.4f} s, each logged {logged:.4f} s, {logged / plain - 1:+.2%}")
+    assert logged <= 1.01 * plain
 
 
 def test_a_trace_has_kernels_in_every_range(tmp_path):
