@@ -519,8 +519,8 @@ def next_token_loss(
     stats : dict of Tensor
         ``cross_entropy``, ``load_balancing``, ``router_z``, ``head_z``: shares of the means, unweighted,
         summed over layers; ``counts`` (l, E) int64: rows per expert of this call, padding left out;
-        ``computed`` (l, E) int64: likewise, with padding and without what was dropped, and ``fullest`` (l,)
-        int64: those of the fullest rank of ``mesh["ep"]``, one share for all of them
+        ``computed`` (l, E) int64: likewise, with padding and without what was dropped, and ``fullest`` (l, g)
+        int64: those of the fullest rank of each of the g = edp groups that share a copy of the experts
         (:func:`moekit.balance.fullest`); ``router_entropy``: a share of the mean over tokens and layers, in
         nats; ``n_targets`` int64: of this call; ``n_routes`` and ``n_dropped`` int64: the routes of all
         layers, padding included, and those that ``via`` had no room for.
@@ -659,7 +659,6 @@ def _routing_terms(
     computed = torch.zeros_like(counts)
     balancing = router_z = entropy = torch.zeros((), dtype=dtype, device=keep.device)
     n_dropped = counts.new_zeros(())
-    ep = None if mesh is None else mesh["ep"]
     tokens: dict[str, Any] = dict(mask=keep, n_tokens=batch.n_tokens)
     layers = [i - config.n_dense_layers for i in stage.layers if config.is_moe(i)]
     for layer, routing in zip(layers, routings, strict=True):
@@ -680,13 +679,17 @@ def _routing_terms(
         if routing.dropped is not None:
             computed[layer] -= routing.dropped
             n_dropped = n_dropped + routing.dropped.sum()
+    if layers:
+        fullest = balance.fullest(computed, mesh=mesh)
+    else:
+        fullest = counts.new_zeros(len(counts), 1 if mesh is None else mesh["edp"].size())
     stats = {
         "load_balancing": balancing.detach(),
         "router_z": router_z.detach(),
         "router_entropy": entropy,
         "counts": counts,
         "computed": computed,
-        "fullest": balance.fullest(computed, mesh=ep) if layers else counts.sum(-1),
+        "fullest": fullest,
         "n_routes": counts.new_full((), len(layers) * b * s * config.top_k),
         "n_dropped": n_dropped,
     }

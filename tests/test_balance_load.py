@@ -1,13 +1,25 @@
 """What ranks wait for, by hand, and beside what sums over a step show."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from reference import as_rank, refuses
+from reference import refuses
 
-from moekit.balance import evenness, fullest, gerrymandering_gap, rank_load, sorted_by_domain, wait
+import moekit as mk
+from moekit.balance import (
+    evenness,
+    fullest,
+    gerrymandering_gap,
+    rank_load,
+    sorted_by_domain,
+    step_wait,
+    wait,
+    wait_of_sums,
+)
+from moekit.testing import ranks
 
 
 def rows_of(*micro_batches):
@@ -38,16 +50,72 @@ def test_ranks_wait_for_the_fullest_in_every_micro_batch_and_layer():
     assert wait(rows, 2).tolist() == [[2.0, 0.0], [4.0, 0.0]]
     assert wait(rows.expand(2, 3, 2, 4), 2).tolist() == [[6.0, 0.0], [12.0, 0.0]]  # from three ranks
     added_up = sum(fullest(of_micro_batch[0], 2) for of_micro_batch in rows)
-    assert (added_up - rows.sum((0, 1, 3)) / 2).tolist() == wait(rows, 2).sum(0).tolist()
-    assert fullest(rows[0, 0]).tolist() == [8, 8]  # one rank has all
+    assert (added_up[:, 0] - rows.sum((0, 1, 3)) / 2).tolist() == wait(rows, 2).sum(0).tolist()
+    assert fullest(rows[0, 0]).tolist() == [[8], [8]]  # one rank has all
 
 
-def test_a_mesh_of_several_axes_is_refused():
-    def rank(mesh):
-        with refuses("fullest needs a one-axis mesh, got axes ('edp', 'ep'); pass mesh['ep']"):
-            fullest(torch.ones(6, dtype=torch.int64), mesh=mesh)
+def test_ranks_wait_for_their_own_group_and_the_step_for_the_slowest_group():
+    first = [[[3, 1, 0, 0], [1, 1, 1, 1]], [[2, 0, 1, 1], [1, 1, 1, 1]]]  # (groups, their ranks, experts)
+    second = [[[4, 0, 0, 0], [0, 0, 2, 2]], [[0, 0, 4, 0], [0, 0, 0, 4]]]
+    load = [[[6, 2], [4, 4]], [[4, 4], [0, 8]]]  # of the ranks of each group, two experts each
+    rows = torch.tensor([first, second])
+    assert rows.sum(2).unflatten(-1, (2, 2)).sum(-1).tolist() == load
+    rows = rows.flatten(1, 2)[:, :, None]  # one layer
+    assert wait(rows, 2, n_groups=2).tolist() == [[(2 + 0) / 2], [(0 + 4) / 2]]
+    found = step_wait(rows, 2, n_groups=2)
+    assert found.rows == (4 + 8) - (16 + 16) / 4  # the second group's, less the mean
+    assert (found.waited.item(), found.waited_in_all.item()) == ((10 + 12) / 2 / 8, 12 / 8)
+    assert found.seen.item() == found.seen_in_all.item() == 18 / 16  # of both groups' ranks 0 and 1
+    gap = gerrymandering_gap(rows, 2, n_groups=2)
+    assert (gap.waited, gap.seen) == (found.waited, found.seen)
+    other_way_round = rows.unflatten(1, (2, 2)).flip(1).flatten(1, 2)
+    both = step_wait(torch.cat([rows, other_way_round], 2), 2, n_groups=2)
+    assert both.rows == (12 + 10) - 2 * 8  # groups do not meet in each layer: either takes 22
+    assert wait(rows, 2).tolist() == [[2.0], [4.0]]  # one group of all: 10 and 6, 4 and 12
+    for wrong in (0, 3):
+        with refuses(f"wait needs n_groups that divides 4 source ranks, got {wrong}"):
+            wait(rows, 2, n_groups=wrong)
 
-    as_rank(rank)
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.sampled_from([1, 2, 4]), st.data())
+def test_groups_are_each_as_if_alone_and_the_slowest_ends_the_step(m, g, n_layers, p, data):
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    of_groups = torch.randint(0, 9, (g, m, 2, n_layers, 2 * p), generator=generator)
+    rows = torch.cat(list(of_groups), 1)
+    alone = [wait(one, p) for one in of_groups]
+    torch.testing.assert_close(wait(rows, p, n_groups=g), torch.stack(alone).mean(0))
+    times = [rank_load(one.sum(1), p).amax(-1).sum().item() for one in of_groups]
+    found, even = step_wait(rows, p, n_groups=g), rows.sum().item() / (g * p)
+    assert found.rows.item() == pytest.approx(max(times) - even, abs=1e-9)
+    assert (found.waited >= found.seen - 1e-12).all()
+    assert found.waited_in_all >= found.seen_in_all - 1e-12
+    if even:
+        assert found.waited_in_all.item() == pytest.approx(max(times) / even)
+    alike = step_wait(of_groups[:1].expand(3, -1, -1, -1, -1).transpose(0, 1).flatten(1, 2), p, n_groups=3)
+    one = step_wait(of_groups[0], p)
+    assert all(torch.allclose(x, y) for x, y in zip(alike, one, strict=True))
+
+
+@pytest.mark.parametrize(("edp", "ep"), [(1, 4), (2, 2), (4, 1)])
+def test_shares_of_ranks_add_up_to_the_rows_of_each_groups_fullest_rank(edp, ep):
+    rows = torch.randint(0, 9, (2, 4, 3, 8), generator=torch.Generator().manual_seed(0))  # m, s, l, E
+
+    def share():
+        mesh = mk.make_mesh(edp=edp, ep=ep, device="cpu")
+        mine = rows[:, torch.distributed.get_rank()]
+        by_ep = sum(fullest(counts, mesh=mesh["ep"]) for counts in mine)
+        return mk.mesh.sum_over_ranks((sum(fullest(x, mesh=mesh) for x in mine), by_ep), mesh=mesh)
+
+    for found, by_ep in ranks(4)(share):
+        assert found.shape == (3, edp) and torch.equal(found.sum(-1, keepdim=True), by_ep)
+        of_sums, of_rows = wait_of_sums(rows.sum((0, 1)), found, ep), step_wait(rows, ep, n_groups=edp)
+        assert all(torch.equal(x, y) for x, y in zip(of_sums, of_rows, strict=True))
+
+
+def test_a_mesh_of_other_axes_is_refused(unchecked):
+    mesh = SimpleNamespace(ndim=2, mesh_dim_names=("dp", "tp"))
+    with refuses("fullest needs a mesh of the axes edp and ep, or of ep, got ('dp', 'tp')"):
+        fullest(torch.ones(6, dtype=torch.int64), mesh=mesh)
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4, 8])
@@ -100,7 +168,7 @@ def test_a_gap_by_hand(unchecked):
         gerrymandering_gap(rows, 2, population="document")
 
 
-@pytest.mark.parametrize("load_of", [wait, gerrymandering_gap])
+@pytest.mark.parametrize("load_of", [wait, step_wait, gerrymandering_gap])
 def test_the_rows_of_several_steps_are_not_taken_for_those_of_one(load_of, unchecked):
     with refuses(f"{load_of.__name__} needs rows (m, s, l, E) of one step, got (1, 3, 1, 1, 4)"):
         load_of(rows_of([6, 2, 0, 0], [0, 0, 2, 6], [1, 1, 1, 1])[None], 2)
@@ -109,6 +177,8 @@ def test_the_rows_of_several_steps_are_not_taken_for_those_of_one(load_of, unche
 def test_no_rows_are_even():
     gap = gerrymandering_gap(torch.zeros(2, 1, 3, 4, dtype=torch.int64), 2)
     assert all(x.tolist() == [1.0] * 3 for x in gap) and not wait(torch.zeros(1, 1, 1, 4).long(), 4).any()
+    found = step_wait(torch.zeros(2, 2, 3, 4, dtype=torch.int64), 2, n_groups=2)
+    assert (found.waited_in_all, found.seen_in_all, found.rows) == (1, 1, 0)
 
 
 @given(

@@ -359,7 +359,7 @@ def small_run(folder):
     for step in progress:
         more = dict(
             computed=torch.tensor([[10, 20, 30, 20], [20, 20, 20, 20]]),
-            fullest=torch.tensor([60, 50]),
+            fullest=torch.tensor([[60], [50]]),
             n_routes=torch.tensor(160),
             router_entropy=torch.tensor(1.0),
         )
@@ -403,7 +403,7 @@ def test_the_report_of_a_model_without_experts_has_no_load(tmp_path):
     progress = tracking.Progress(run, 2, every=1, tokens_per_step=10)
     progress.ep = 2  # as of a mesh
     for _ in progress:
-        progress.log(stats_of() | dict(counts=none, fullest=none.sum(-1)))
+        progress.log(stats_of() | dict(counts=none, fullest=none.sum(-1, keepdim=True)))
     run.finish()
     assert {path.name for path in tmp_path.glob("*.png")} == {"loss.png", "rate.png"}
 

@@ -31,7 +31,7 @@ def test_the_load_of_a_balanced_layer_is_one_and_the_worst_layer_stands_for_all(
 def test_a_layer_without_rows_counts_as_even():
     figures = tracking.load_figures(torch.zeros(1, 4, dtype=torch.int64))
     assert figures["load/max_over_mean"] == figures["load/min_over_mean"] == 1.0 and not figures["load/dead"]
-    nothing = torch.zeros(1, dtype=torch.int64)
+    nothing = torch.zeros(1, 1, dtype=torch.int64)
     waits = tracking.wait_figures(torch.zeros(1, 4, dtype=torch.int64), nothing, n_ranks=2)
     assert waits["wait/waited"] == 1.0 and waits["wait/gap"] == waits["wait/rows"] == 0.0
 
@@ -40,7 +40,7 @@ def test_batches_sorted_by_domain_wait_and_no_sum_of_a_step_shows_it():
     n_ranks, n_rows = 4, 100
     rows = balance.sorted_by_domain(n_ranks, n_rows=n_rows)
     counts = rows.sum((0, 1))
-    fullest = balance.rank_load(rows.sum(1), n_ranks).amax(-1).sum(0)
+    fullest = balance.rank_load(rows.sum(1), n_ranks).amax(-1).sum(0)[:, None]
     figures = tracking.wait_figures(counts, fullest, n_ranks=n_ranks, ms_per_row=0.5)
     gap = balance.gerrymandering_gap(rows, n_ranks)
     assert figures["wait/waited"] == gap.waited.item() == n_ranks
@@ -54,14 +54,16 @@ def test_groups_of_ranks_wait_at_the_same_time_and_layers_weigh_as_their_rows():
     rows = torch.randint(0, 50, (3, 2, 2, 8), generator=torch.Generator().manual_seed(0))  # m, groups, l, E
     rows[:, :, 1] *= 3
     load = balance.rank_load(rows, 4)
-    fullest, counts = load.amax(-1).sum((0, 1)), rows.sum((0, 1))
-    figures = tracking.wait_figures(counts, fullest, n_ranks=4, n_groups=2)
-    by_group = [balance.wait(rows[:, i : i + 1], 4).sum().item() for i in range(2)]
-    assert figures["wait/rows"] == pytest.approx(sum(by_group) / 2)
-    even = counts.sum() / 4
-    assert figures["wait/waited"] == pytest.approx((fullest.sum() / even).item())
-    seen = balance.rank_load(counts, 4).amax(-1).sum() / even
+    fullest, counts = load.amax(-1).sum(0).T, rows.sum((0, 1))
+    figures = tracking.wait_figures(counts, fullest, n_ranks=4)
+    assert figures["wait/rows"] == balance.step_wait(rows, 4, n_groups=2).rows.item()
+    even = counts.sum() / 4 / 2
+    longest = max(load[:, i].amax(-1).sum() for i in range(2))
+    assert figures["wait/waited"] == pytest.approx((longest / even).item())
+    seen = balance.rank_load(counts, 4).amax(-1).sum() / 2 / even
     assert figures["wait/gap"] == pytest.approx(figures["wait/waited"] - seen.item())
+    in_stages = tracking.wait_figures(counts, fullest, n_ranks=4, n_stages=2)  # that wait at the same time
+    assert in_stages == figures | {"wait/rows": figures["wait/rows"] / 2}
 
 
 class Records(list):
@@ -75,7 +77,7 @@ def test_progress_says_what_ranks_wait_for_where_several_share_the_experts(ep, c
     progress = tracking.Progress(records, 1, tokens_per_step=10, config=config, peak_flops=1e9)
     progress.ep = ep  # as of a mesh
     stats = dict(cross_entropy=torch.tensor(2.0), counts=torch.tensor([[3, 4], [4, 3]]))  # without padding
-    stats |= dict(computed=torch.tensor([[4, 4], [4, 4]]), fullest=torch.tensor([6, 4]))
+    stats |= dict(computed=torch.tensor([[4, 4], [4, 4]]), fullest=torch.tensor([[6], [4]]))
     for _ in progress:
         progress.log(stats | dict(router_entropy=torch.tensor(0.5)))
     (figures,) = records
@@ -97,7 +99,7 @@ def test_the_heat_map_is_blue_below_the_mean_of_a_layer_and_red_above():
 def test_a_layer_that_drops_rows_does_not_change_what_is_said_of_another():
     computed, fullest = (
         torch.tensor([[4, 4, 0, 0], [3, 1, 2, 2]]),
-        torch.tensor([8, 4]),
+        torch.tensor([[8], [4]]),
     )  # 8 of 8 and 4 of 8 rows
     figures = tracking.wait_figures(computed, fullest, n_ranks=2, first_layer=1)
     assert (figures["wait_layers/waited/1"], figures["wait_layers/gap/1"]) == (2.0, 0.0)

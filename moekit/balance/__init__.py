@@ -8,12 +8,15 @@ recorded in a run and taken again, or drawn with a given skew.
 from moekit.balance._load import (
     Evenness as Evenness,
     Gap as Gap,
+    StepWait as StepWait,
     evenness as evenness,
     fullest as fullest,
     gerrymandering_gap as gerrymandering_gap,
     rank_load as rank_load,
     sorted_by_domain as sorted_by_domain,
+    step_wait as step_wait,
     wait as wait,
+    wait_of_sums as wait_of_sums,
 )
 from moekit.balance._losses import (
     Population as Population,

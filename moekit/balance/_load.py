@@ -4,9 +4,15 @@
 share the experts, in l layers. What is even over all of these can be uneven in each: ranks wait for the
 fullest of them in every micro-batch and layer, while a loss or a metric over the global batch adds first.
 
+Where g groups of ranks have a copy of the experts each (edp), the s source ranks are the first group's, then
+the next one's. Ranks wait for the fullest of their own group; groups go on by themselves, and wait for the
+slowest of them once, where the step's gradients are added up. Groups that meet sooner, as in a balancing loss
+over all of them, wait as long or longer.
+
 All are pure, and read nothing on the host.
 
-Axes: m micro-batches, s source ranks, l layers, E experts, p ranks that hold E / p experts each.
+Axes: m micro-batches, g groups, s source ranks of all groups, l layers, E experts, p ranks of a group that
+hold E / p experts each.
 """
 
 import math
@@ -63,83 +69,148 @@ def rank_load(rows: Shaped[Tensor, "*n E"], n_ranks: int) -> Shaped[Tensor, "*n 
     return rows.unflatten(-1, (n_ranks, n_experts // n_ranks)).sum(-1)
 
 
-def wait(rows: Rows, n_ranks: int) -> Float[Tensor, "m l"]:
-    """Return how many rows the fullest rank has above the mean, in each micro-batch and layer.
+def wait(rows: Rows, n_ranks: int, *, n_groups: int = 1) -> Float[Tensor, "m l"]:
+    """Return how many rows a rank waits for on average, in each micro-batch and layer.
 
-    Their sum is what all ranks together wait for in a step, in rows of one rank: the product of a layer is
-    done when its fullest rank is. In seconds: times the FLOPs of a row, by the rate of the products.
-
-    Raises
-    ------
-    ValueError
-        For rows of another shape, and as :func:`rank_load`.
-    """
-    _check_rows("wait", rows)
-    load = rank_load(rows.sum(1), n_ranks).double()
-    return load.amax(-1) - load.mean(-1)
-
-
-def fullest(
-    counts: Int[Tensor, "*l E"], n_ranks: int | None = None, *, mesh: DeviceMesh | None = None
-) -> Int[Tensor, "*l"]:
-    """Return this call's share of the rows of the fullest rank, which adds up over micro-batches.
-
-    What ranks compute one after the other: summed over micro-batches and ranks of ``mesh``, less the mean of
-    the ranks, it is what :func:`wait` sums. Pure. Collective over ``mesh``: one all-reduce of the counts.
-
-    Parameters
-    ----------
-    counts : Int[Tensor, "*l E"]
-        Rows per expert of this call, in each layer.
-    n_ranks : int, optional
-        Ranks that share the experts, or would; by default those of ``mesh``.
-    mesh : DeviceMesh, optional
-        The axis ep, whose ranks send to the same experts: its first one returns the rows, others 0.
-
-    Raises
-    ------
-    ValueError
-        When ``mesh`` has more than one axis, and as :func:`rank_load`.
-    """
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"fullest needs a one-axis mesh, got axes {mesh.mesh_dim_names}; pass mesh['ep']")
-    if n_ranks is None:
-        n_ranks = 1 if mesh is None else mesh.size()
-    if mesh is None:
-        return rank_load(counts, n_ranks).amax(-1)
-    rows = rank_load(fc.all_reduce(counts, "sum", mesh), n_ranks).amax(-1)
-    return rows if mesh.get_local_rank() == 0 else torch.zeros_like(rows)
-
-
-def _check_rows(who: str, rows: Tensor) -> None:
-    if rows.ndim != 4:
-        raise ValueError(
-            f"{who} needs rows (m, s, l, E) of one step, got {tuple(rows.shape)}; give each step by itself"
-        )
-
-
-class Gap(NamedTuple):
-    """What ranks wait for beside what is seen of it, by layer; each 1 where all is even."""
-
-    waited: Float[Tensor, " l"]  # the time of all micro-batches' fullest ranks, by that of even ones
-    seen: Float[Tensor, " l"]  # the fullest rank of the whole step's rows, by the mean
-    loss: Float[Tensor, " l"]  # E times the sum of squared shares, of the population that a loss sees
-
-
-def gerrymandering_gap(
-    rows: Rows, n_ranks: int, *, population: Literal["rank", "micro_batch", "batch"] = "batch"
-) -> Gap:
-    """Return how much of what ranks wait for a step's sums, and a balancing loss, do not show.
-
-    ``waited`` is never below ``seen``: the fullest ranks of parts add up to at least that of the whole. The
-    difference is load that has moved between micro-batches instead of becoming even.
+    The product of a layer is done when the fullest rank of a group is. What groups wait for each other at the
+    end of the step is not among these: :func:`step_wait`. As a time: times the FLOPs of a row
+    (:func:`moekit.plan.flops_per_row`), by the rate of the products.
 
     Parameters
     ----------
     rows : Int[Tensor, "m s l E"]
         Of one step.
     n_ranks : int
-        Ranks that share the experts.
+        Ranks that share a copy of the experts.
+    n_groups : int
+        Groups of such ranks.
+
+    Raises
+    ------
+    ValueError
+        For rows of another shape, groups that do not divide the source ranks, and as :func:`rank_load`.
+    """
+    load = _load_of_groups("wait", rows, n_ranks, n_groups)
+    return (load.amax(-1) - load.mean(-1)).mean(1)
+
+
+class StepWait(NamedTuple):
+    """What ranks wait for in a step beside what its sums show of it; but for rows, 1 where all is even."""
+
+    waited: Float[Tensor, " l"]  # the time of all micro-batches' fullest ranks, by even ones'; mean of groups
+    seen: Float[Tensor, " l"]  # the fullest rank of the whole step's rows, by the mean
+    waited_in_all: Float[Tensor, ""]  # the time of the slowest group in all layers, by that of even rows
+    seen_in_all: Float[Tensor, ""]  # what is seen, layers weighed by their rows
+    rows: Float[Tensor, ""]  # that a rank waits for on average, until the slowest group has done all layers
+
+
+def step_wait(rows: Rows, n_ranks: int, *, n_groups: int = 1) -> StepWait:
+    """Return what ranks wait for in a step, and the slowest group of them; as for :func:`wait`.
+
+    What is waited is never below what is seen: the fullest ranks of parts add up to at least that of the
+    whole.
+    """
+    load = _load_of_groups("step_wait", rows, n_ranks, n_groups)
+    return wait_of_sums(rows.sum((0, 1)), load.amax(-1).sum(0).T, n_ranks)
+
+
+def wait_of_sums(computed: Shaped[Tensor, "l E"], fullest: Shaped[Tensor, "l g"], n_ranks: int) -> StepWait:
+    """Return what :func:`step_wait` does, of what is summed over a step.
+
+    Parameters
+    ----------
+    computed : Int[Tensor, "l E"]
+        Rows per expert, of all groups.
+    fullest : Int[Tensor, "l g"]
+        Those of each group's fullest rank, summed over micro-batches: :func:`fullest`.
+    n_ranks : int
+        Ranks of a group.
+    """
+    even = computed.sum(-1).double() / (n_ranks * fullest.shape[-1])
+    seen = evenness(rank_load(computed, n_ranks)).max_over_mean
+    total, longest = even.sum(), fullest.double().sum(0).amax()
+    return StepWait(
+        waited=(fullest.double().mean(-1) / even).where(even > 0, 1.0),
+        seen=seen,
+        waited_in_all=(longest / total).where(total > 0, 1.0),
+        seen_in_all=((seen * even).sum() / total).where(total > 0, 1.0),
+        rows=longest - total,
+    )
+
+
+def fullest(
+    counts: Int[Tensor, "*l E"], n_ranks: int | None = None, *, mesh: DeviceMesh | None = None
+) -> Int[Tensor, "*l g"]:
+    """Return this call's share of the rows of each group's fullest rank.
+
+    Shares add up over micro-batches and ranks to what :func:`wait_of_sums` takes. Pure. Collective over the
+    axis ep of ``mesh``: one all-reduce of the counts.
+
+    Parameters
+    ----------
+    counts : Int[Tensor, "*l E"]
+        Rows per expert of this call, in each layer.
+    n_ranks : int, optional
+        Ranks that share a copy of the experts, or would; by default those of ep.
+    mesh : DeviceMesh, optional
+        Axes (edp, ep), or ep alone. The first rank of each group returns its rows, others 0.
+
+    Raises
+    ------
+    ValueError
+        When ``mesh`` has other axes, and as :func:`rank_load`.
+    """
+    ep, group, n_groups = mesh, 0, 1
+    if mesh is not None and mesh.ndim > 1:
+        if not {"edp", "ep"} <= set(mesh.mesh_dim_names or ()):
+            raise ValueError(
+                f"fullest needs a mesh of the axes edp and ep, or of ep, got {mesh.mesh_dim_names}"
+            )
+        ep, group, n_groups = mesh["ep"], mesh["edp"].get_local_rank(), mesh["edp"].size()
+    if n_ranks is None:
+        n_ranks = 1 if ep is None else ep.size()
+    rows = rank_load(counts if ep is None else fc.all_reduce(counts, "sum", ep), n_ranks).amax(-1)
+    shares = rows.new_zeros(*rows.shape, n_groups)
+    if ep is None or ep.get_local_rank() == 0:
+        shares[..., group] = rows
+    return shares
+
+
+def _load_of_groups(who: str, rows: Tensor, n_ranks: int, n_groups: int) -> Float[Tensor, "m g l p"]:
+    """Return the rows of each rank of each group, in float64."""
+    if rows.ndim != 4:
+        raise ValueError(
+            f"{who} needs rows (m, s, l, E) of one step, got {tuple(rows.shape)}; give each step by itself"
+        )
+    if n_groups < 1 or rows.shape[1] % n_groups:
+        raise ValueError(f"{who} needs n_groups that divides {rows.shape[1]} source ranks, got {n_groups}")
+    return rank_load(rows.unflatten(1, (n_groups, -1)).sum(2), n_ranks).double()
+
+
+class Gap(NamedTuple):
+    """What ranks wait for beside what is seen of it, by layer; each 1 where all is even."""
+
+    waited: Float[Tensor, " l"]  # as in StepWait
+    seen: Float[Tensor, " l"]
+    loss: Float[Tensor, " l"]  # E times the sum of squared shares, of the population that a loss sees
+
+
+def gerrymandering_gap(
+    rows: Rows,
+    n_ranks: int,
+    *,
+    n_groups: int = 1,
+    population: Literal["rank", "micro_batch", "batch"] = "batch",
+) -> Gap:
+    """Return how much of what ranks wait for a step's sums, and a balancing loss, do not show.
+
+    ``waited`` less ``seen``, which is never below 0, is load that has moved between micro-batches, or groups,
+    instead of becoming even.
+
+    Parameters
+    ----------
+    rows, n_ranks, n_groups
+        As for :func:`wait`.
     population : {"rank", "micro_batch", "batch"}
         As for :func:`moekit.balance.load_balancing_loss`: whose shares its loss takes. That of scores that
         are as uneven as the rows.
@@ -147,17 +218,15 @@ def gerrymandering_gap(
     Raises
     ------
     ValueError
-        For another population or rows of another shape, and as :func:`rank_load`.
+        For another population, and as :func:`wait`.
     """
     dims = {"rank": (), "micro_batch": (1,), "batch": (0, 1)}
     if population not in dims:
         raise ValueError(
             f"gerrymandering_gap needs population 'rank', 'micro_batch' or 'batch', got {population!r}"
         )
-    _check_rows("gerrymandering_gap", rows)
-    load = rank_load(rows.sum(1), n_ranks).double()
-    even = load.mean(-1).sum(0).clamp_min(1e-300)
-    waited = load.amax(-1).sum(0) / even
+    load = _load_of_groups("gerrymandering_gap", rows, n_ranks, n_groups)
+    found = wait_of_sums(rows.sum((0, 1)), load.amax(-1).sum(0).T, n_ranks)
     of_population = rows.double()
     if dims[population]:
         of_population = of_population.sum(dims[population], keepdim=True)
@@ -166,8 +235,8 @@ def gerrymandering_gap(
     squares = (shares.square().sum(-1) * rows.shape[-1] * weights).sum((0, 1))
     nothing = rows.sum((0, 1, 3)) == 0
     return Gap(
-        waited=waited.where(~nothing, 1.0),
-        seen=evenness(load.sum(0)).max_over_mean,
+        waited=found.waited,
+        seen=found.seen,
         loss=(squares / weights.sum((0, 1)).clamp_min(1e-300)).where(~nothing, 1.0),
     )
 

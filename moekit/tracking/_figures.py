@@ -7,11 +7,10 @@ from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from moekit.balance import evenness, rank_load
+from moekit.balance import evenness, wait_of_sums
 
 Figures = dict[str, float | int]
 
@@ -51,28 +50,28 @@ def load_figures(counts: Int[Tensor, "l E"], *, first_layer: int = 0) -> Figures
 
 def wait_figures(
     computed: Int[Tensor, "l E"],
-    fullest: Int[Tensor, " l"],
+    fullest: Int[Tensor, "l g"],
     *,
     n_ranks: int,
-    n_groups: int = 1,
+    n_stages: int = 1,
     ms_per_row: float | None = None,
     first_layer: int = 0,
 ) -> Figures:
     """Return what ranks wait for in the experts, and how much of it the sums of a step do not show.
 
-    A layer's product is done when its fullest rank is, in each micro-batch. Reads its tensors on the host.
+    Those of :func:`moekit.balance.wait_of_sums`. Reads its tensors on the host.
 
     Parameters
     ----------
     computed : Int[Tensor, "l E"]
         Rows per expert of the global batch, with padding and without what was dropped.
-    fullest : Int[Tensor, " l"]
-        Those of the fullest rank, summed over micro-batches and groups. Both are statistics of
+    fullest : Int[Tensor, "l g"]
+        Those of the fullest rank of each group, summed over micro-batches. Both are statistics of
         :func:`moekit.next_token_loss`, summed over ranks.
     n_ranks : int
         Of a group, which share one copy of the experts: ep.
-    n_groups : int
-        Groups that wait at the same time: ranks in all, those of pipeline stages included, by ep.
+    n_stages : int
+        Of a pipeline, which wait at the same time, each in its own layers.
     ms_per_row : float, optional
         Of a row in an expert, forward and backward, for ``wait/ms``.
     first_layer : int
@@ -82,25 +81,21 @@ def wait_figures(
     --------
     Two micro-batches, each of which goes to one of two ranks, the other one each time:
 
-    >>> figures = wait_figures(torch.tensor([[8, 8]]), torch.tensor([16]), n_ranks=2)
+    >>> figures = wait_figures(torch.tensor([[8, 8]]), torch.tensor([[16]]), n_ranks=2)
     >>> [figures[f"wait/{name}"] for name in ("waited", "seen", "gap", "rows")]
     [2.0, 1.0, 1.0, 8.0]
     """
-    even = computed.sum(-1).double() / n_ranks
-    seen = evenness(rank_load(computed, n_ranks)).max_over_mean
-    waited = (fullest / even).where(even > 0, 1.0)
-    weights = even / even.sum() if even.sum() else torch.full_like(even, 1 / len(even))
-    lost = (fullest - even).sum().item() / n_groups
+    found = wait_of_sums(computed, fullest, n_ranks)
     figures = {
-        "wait/waited": (waited * weights).sum().item(),
-        "wait/seen": (seen * weights).sum().item(),
-        "wait/gap": ((waited - seen) * weights).sum().item(),
-        "wait/rows": lost,
+        "wait/waited": found.waited_in_all.item(),
+        "wait/seen": found.seen_in_all.item(),
+        "wait/gap": (found.waited_in_all - found.seen_in_all).item(),
+        "wait/rows": found.rows.item() / n_stages,
     }
     if ms_per_row is not None:
-        figures["wait/ms"] = lost * ms_per_row
-    figures |= _by_layer("wait_layers/waited", waited, first_layer)
-    return figures | _by_layer("wait_layers/gap", waited - seen, first_layer)
+        figures["wait/ms"] = figures["wait/rows"] * ms_per_row
+    figures |= _by_layer("wait_layers/waited", found.waited, first_layer)
+    return figures | _by_layer("wait_layers/gap", found.waited - found.seen, first_layer)
 
 
 def _by_layer(name: str, values: Tensor, first_layer: int) -> Figures:

@@ -91,7 +91,7 @@ class Progress:
         self.tokens_per_step, self.token, self.config = tokens_per_step, token, config
         self.rank, n_ranks = (0, 1) if mesh is None else (dist.get_rank(), mesh.size())
         self.ep = 1 if mesh is None else mesh["ep"].size()
-        self.n_groups = n_ranks // self.ep
+        self.n_stages = 1 if mesh is None else n_ranks // mesh["edp", "ep"].size()
         self.flops = 0.0 if config is None else plan.flops_per_token(config, seq_len) / n_ranks
         if peak_flops is None and torch.cuda.is_available():
             peak_flops = plan.peak_flops(torch.device("cuda"))
@@ -230,7 +230,7 @@ class Progress:
                 stats["computed"],
                 stats["fullest"],
                 n_ranks=self.ep,
-                n_groups=self.n_groups,
+                n_stages=self.n_stages,
                 ms_per_row=ms_per_row,
                 first_layer=self._first_layer,
             )

@@ -85,9 +85,9 @@ def by_loops(batch):
 
 
 def fullest(batch, edp, ep, rows, n):
-    """Return the rows of the fullest rank of each layer, one micro-batch and one group of ranks at a time."""
+    """Return the rows of each group's fullest rank in each layer, one micro-batch and group at a time."""
     _, routings = forward(PARAMS, batch.tokens, config=CONFIG, documents=batch.documents, kernels="loop")
-    total = torch.zeros(len(routings), dtype=torch.int64)
+    total = torch.zeros(len(routings), edp, dtype=torch.int64)
     for layer, routing in enumerate(routings):
         ids = routing.expert_ids.reshape(len(batch.tokens), -1)
         for copy in range(edp):
@@ -95,7 +95,7 @@ def fullest(batch, edp, ep, rows, n):
             for i in range(n):
                 here = [ids[sum(rows[:r]) :][i * rows[r] // n : (i + 1) * rows[r] // n] for r in of_ranks]
                 load = [sum((x * ep // CONFIG.n_experts == r).sum() for x in here) for r in range(ep)]
-                total[layer] += max(load)
+                total[layer, copy] += max(load)
     return total
 
 
