@@ -34,7 +34,7 @@ POPULATIONS = {"rank": "rank", "micro_batch": "microBatch", "batch": "batch"}
 START = dict(n_ranks=4, per_rank=2, n_microbatches=4, n_rows=1024, sortedness=1.0)
 
 
-def draw_rows(n=3, m=4, s=3, n_layers=2, e=12):
+def draw_rows(n=3, m=4, s=4, n_layers=2, e=12):
     """Return counts of which many are 0, and a layer of one step without any."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, 999, (n, m, s, n_layers, e), generator=generator)
@@ -112,22 +112,28 @@ def compute(expression, **given):
 
 def test_the_pages_numbers_are_those_of_the_library():
     rows = draw_rows()
-    where = [(step, layer, p) for step in range(3) for layer in range(2) for p in (1, 2, 3, 4, 12)]
+    where = [
+        (step, layer, p, g)
+        for step in range(3)
+        for layer in range(2)
+        for p in (1, 2, 3, 4, 12)
+        for g in (1, 2, 4)
+    ]
     found = compute(
-        "where.map(([step, layer, p]) => { const rows = layerOf(data, step, layer);"
-        "return [gerrymanderingGap(rows, p), wait(rows, p), evenness(add(rows.map(add)))]; })",
+        "where.map(([step, layer, p, g]) => { const rows = layerOf(data, step, layer);"
+        "return [gerrymanderingGap(rows, p, g), wait(rows, p, g), evenness(add(rows.map(add)))]; })",
         data=dict(shape=list(rows.shape), rows=rows.flatten().tolist()),
         where=where,
     )
     close = functools.partial(pytest.approx, rel=1e-12, abs=1e-12)
-    for (step, layer, p), (gap, waits, of_experts) in zip(where, found, strict=True):
+    for (step, layer, p, g), (gap, waits, of_experts) in zip(where, found, strict=True):
         here = rows[step, :, :, layer, None]
-        want = gerrymandering_gap(here, p)
+        want = gerrymandering_gap(here, p, n_groups=g)
         assert (gap["waited"], gap["seen"]) == close((want.waited.item(), want.seen.item()))
         for population, name in POPULATIONS.items():
             loss = gerrymandering_gap(here, p, population=population).loss.item()
             assert gap["loss"][name] == close(loss)
-        assert waits == close(wait(here, p).flatten().tolist())
+        assert waits == close(wait(here, p, n_groups=g).flatten().tolist())
         want = evenness(here.sum((0, 1, 2)))
         assert list(of_experts.values()) == close([x.item() for x in want])
 
@@ -240,16 +246,16 @@ def numbers(elements):
     return {a["data-value"]: text for a, text in elements.named("td") if "data-value" in a}
 
 
-def expected_numbers(rows, p):
+def expected_numbers(rows, p, g=1):
     """Return what the cells show of the rows (m, s, 1, E) of one layer."""
     losses = {name: gerrymandering_gap(rows, p, population=name).loss.item() for name in POPULATIONS}
-    gap, of_experts = gerrymandering_gap(rows, p), evenness(rows.sum((0, 1, 2)))
+    gap, of_experts = gerrymandering_gap(rows, p, n_groups=g), evenness(rows.sum((0, 1, 2)))
     waited, seen = gap.waited.item(), gap.seen.item()
     values = dict(seen=seen, waited=waited, gap=waited - seen, maxOverMean=of_experts.max_over_mean.item())
     values |= dict(variation=of_experts.coefficient_of_variation.item(), entropy=of_experts.entropy.item())
     values |= dict(lossRank=losses["rank"], lossMicroBatch=losses["micro_batch"], lossBatch=losses["batch"])
     texts = dict(dead=f"{of_experts.n_dead.item()}", idle=f"{100 * (1 - 1 / waited):.0f} %")
-    texts["rowsWaited"] = f"{wait(rows, p).sum().item():,.0f}"
+    texts["rowsWaited"] = f"{wait(rows, p, n_groups=g).sum().item():,.0f}"
     return {name: f"{value:.2f}" for name, value in values.items()} | texts
 
 
@@ -270,9 +276,12 @@ def test_in_a_browser_the_page_shows_the_recorded_step_and_layer(shown):
     rows = draw_rows()
     moved = 'for (const [id, x] of [["step", 2], ["layer", 1]]) document.getElementById(id).value = x; '
     moved += 'document.getElementById("step").dispatchEvent(new Event("input", { bubbles: true }));'
-    elements = shown(make_page(dict(n_ranks=3, name="rows <b>.npy"), rows), moved)
-    assert numbers(elements) == expected_numbers(rows[2, :, :, 1:], 3)
+    elements = shown(make_page(dict(n_ranks=3, n_groups=2, name="rows <b>.npy"), rows), moved)
+    assert numbers(elements) == expected_numbers(rows[2, :, :, 1:], 3, 2)
+    captions = [text.rpartition(" ")[0] for _, text in elements.named("figcaption")]
+    assert captions == [f"micro-batch {i}, group {j}" for i in range(4) for j in range(2)] + ["step"]
     ((_, source),) = elements.named("span", id="source")
+    assert "wait for the fullest of their own group, of 2; numbers are means over groups" in source
     assert source.startswith("Shown: rows <b>.npy, ") and "(steps, micro-batches, source ranks" in source
     hidden = [a for a, _ in elements.named("div") if "hidden" in a]
     assert [a["class"] for a in hidden] == ["constructed"] * 4
@@ -334,6 +343,10 @@ def test_the_table_has_a_line_a_step_and_layer():
         ["0", "0", "1.00", "2.00", "2.00", "1.00", "2.00", "1.00", "8"],
         ["0", "1", "1.25", "1.50", "1.50", "1.00", "1.00", "0.00", "0"],
     ]
+    even = torch.tensor([[2, 2, 2, 2], [1, 1, 1, 1]]).expand(1, 2, 1, 2, 4)
+    of_two = torch.cat([rows, even], 2)  # a second group
+    *_, last = make_table(of_two, 2, 2).splitlines()
+    assert last == "   0   all   until the slowest group ends  1.00   1.67   0.67            8"
 
 
 def test_the_command_prints_the_table_or_writes_the_page(tmp_path, monkeypatch, capsys):
@@ -343,12 +356,16 @@ def test_the_command_prints_the_table_or_writes_the_page(tmp_path, monkeypatch, 
     )
     rows = draw_rows()
     np.save(tmp_path / "a.npy", rows.numpy())
-    assert command(monkeypatch, capsys, "--rows", tmp_path / "a.npy") == make_table(rows, 3) + "\n"
+    assert command(monkeypatch, capsys, "--rows", tmp_path / "a.npy") == make_table(rows, 4) + "\n"
     page = tmp_path / "a.html"
     assert command(monkeypatch, capsys, "--html", page) == f"wrote {page}\n"
     assert Elements(page.read_text()).embedded() == START | dict(shape=None, rows=None)
-    command(monkeypatch, capsys, "--rows", tmp_path / "a.npy", "--html", page, "--n-ranks", 4)
-    assert page.read_text() == make_page(dict(n_ranks=4, name="a.npy"), rows)
+    command(monkeypatch, capsys, "--rows", tmp_path / "a.npy", "--html", page, "--n-ranks", 3)
+    assert page.read_text() == make_page(dict(n_ranks=3, n_groups=1, name="a.npy"), rows)
+    of_groups = ("--rows", tmp_path / "a.npy", "--n-groups", 2)
+    assert command(monkeypatch, capsys, *of_groups) == make_table(rows, 2, 2) + "\n"
+    command(monkeypatch, capsys, *of_groups, "--html", page)
+    assert page.read_text() == make_page(dict(n_ranks=2, n_groups=2, name="a.npy"), rows)
 
 
 def test_the_command_deals_a_recording_to_ranks_and_micro_batches(tmp_path, monkeypatch, capsys):
@@ -358,7 +375,10 @@ def test_the_command_deals_a_recording_to_ranks_and_micro_batches(tmp_path, monk
     rows = torch.stack([recorded_rows(recording, i, n_ranks=2, n_microbatches=3) for i in range(2)])
     options = ("--recording", file, "--n-ranks", 2, "--n-microbatches", 3)
     assert command(monkeypatch, capsys, *options) == make_table(rows, 2) + "\n"
-    for wrong in ("--n-ranks", "--n-microbatches"):
+    rows = torch.stack([recorded_rows(recording, i, n_ranks=6) for i in range(2)])
+    of_groups = ("--recording", file, "--n-ranks", 2, "--n-groups", 3)
+    assert command(monkeypatch, capsys, *of_groups) == make_table(rows, 2, 3) + "\n"
+    for wrong in ("--n-ranks", "--n-microbatches", "--n-groups"):
         with refuses("recorded_rows needs n_ranks * n_microbatches that divides 6 rows", SystemExit):
             command(monkeypatch, capsys, "--recording", file, wrong, 0)
     with refuses("needs rows or a recording, got both", SystemExit):
@@ -374,6 +394,9 @@ def test_the_command_deals_a_recording_to_ranks_and_micro_batches(tmp_path, monk
             "and sortedness=2.0",
         ),
         (["--rows", "no.npy"], "No such file"),
+        (["--n-groups", "2"], "needs rows or a recording for n_groups=2: the example has one group"),
+        (["--rows", "a.npy", "--n-groups", "3"], "needs n_groups that divides 4 source ranks, got 3"),
+        (["--rows", "a.npy", "--n-groups", "0"], "needs n_groups that divides 4 source ranks, got 0"),
         (["--rows", "a.npy", "--n-ranks", "5", "--html", "a.html"], "n_ranks that divides 12 experts, got 5"),
     ],
 )

@@ -2,7 +2,7 @@
 
 python -m moekit.balance --n-ranks 4 --sortedness 0.5
 python -m moekit.balance --rows run/rows.safetensors --html load.html
-python -m moekit.balance --recording run/routing.safetensors --n-ranks 8 --n-microbatches 2
+python -m moekit.balance --recording run/routing.safetensors --n-ranks 8 --n-groups 2 --n-microbatches 2
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,9 @@ class Study:
     html
         A file to write the page to, in place of the table; it needs no other file and no network.
     n_ranks
-        Ranks that share the experts; by default as many as sent the rows, else 4.
+        Ranks that share a copy of the experts; by default as many as sent the rows in a group, else 4.
+    n_groups
+        Groups of such ranks, each with a copy of the experts, that rows or a recording are dealt to.
     per_rank
         Experts of a rank of the example.
     n_microbatches
@@ -47,6 +49,7 @@ class Study:
     recording: tuple[Path, ...] = ()
     html: Path | None = None
     n_ranks: int | None = None
+    n_groups: int = 1
     per_rank: int = 2
     n_microbatches: int | None = None
     n_rows: int = 1024
@@ -68,14 +71,16 @@ def _run(args: Study) -> None:
     if args.recording:
         recording, n_ranks = read_recording(*args.recording), 4 if args.n_ranks is None else args.n_ranks
         n_microbatches = 1 if args.n_microbatches is None else args.n_microbatches
-        sizes = dict(n_ranks=n_ranks, n_microbatches=n_microbatches)
+        sizes = dict(n_ranks=n_ranks * args.n_groups, n_microbatches=n_microbatches)
         steps = range(len(recording.expert_ids))
         rows = recorded = torch.stack([recorded_rows(recording, step, **sizes) for step in steps])
-        start = dict(n_ranks=n_ranks, name=args.recording[0].name)
+        start = dict(n_ranks=n_ranks, n_groups=args.n_groups, name=args.recording[0].name)
     elif args.rows is not None:
         rows = recorded = read_rows(args.rows)
-        n_ranks = rows.shape[2] if args.n_ranks is None else args.n_ranks
-        start = dict(n_ranks=n_ranks, name=args.rows.name)
+        n_ranks = rows.shape[2] // max(args.n_groups, 1) if args.n_ranks is None else args.n_ranks
+        start = dict(n_ranks=n_ranks, n_groups=args.n_groups, name=args.rows.name)
+    elif args.n_groups != 1:
+        raise ValueError(f"needs rows or a recording for n_groups={args.n_groups}: the example has one group")
     else:
         n_ranks = 4 if args.n_ranks is None else args.n_ranks
         options: dict[str, Any] = dict(
@@ -86,7 +91,7 @@ def _run(args: Study) -> None:
         )
         rows, recorded = sorted_by_domain(n_ranks, **options)[None], None
         start = dict(n_ranks=n_ranks, **options)
-    table = make_table(rows, n_ranks)
+    table = make_table(rows, n_ranks, args.n_groups)
     if args.html is None:
         print(table)
     else:
