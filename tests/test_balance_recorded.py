@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import permutations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,18 +159,47 @@ def test_what_is_read_is_what_was_written_in_the_smallest_dtype(n_experts, tmp_p
     with safe_open(file, framework="pt") as raw:
         sizes = raw.metadata()
     assert sizes == dict(
-        format="moekit routing 1", n_experts=str(n_experts), top_k="2", n_layers="2", tokens="8"
-    )
+        format="moekit routing 2", n_experts=str(n_experts), top_k="2", n_layers="2", tokens="8",
+        rank="0", n_ranks="1",
+    )  # fmt: skip
 
 
-def test_the_files_of_ranks_are_put_together_by_rows(tmp_path):
-    whole, files = a_recording(b=4), [tmp_path / "0", tmp_path / "1"]
-    for rows, file in zip((slice(0, 1), slice(1, 4)), files, strict=True):
-        ids, samples = whole.expert_ids[:, rows], whole.sample_ids[:, rows]
-        write_recording(file, steps_of(replace(whole, expert_ids=ids, sample_ids=samples)))
-    read = read_recording(*files)
-    assert torch.equal(read.expert_ids, whole.expert_ids)
-    assert torch.equal(read.sample_ids, whole.sample_ids)
+def files_of_ranks(folder, whole, *ends):
+    """Write a recording as ranks would, of which each has the rows up to its end; return their files."""
+
+    def write(rank):
+        rows = slice(ends[rank - 1] if rank else 0, ends[rank])
+        mine = replace(whole, expert_ids=whole.expert_ids[:, rows], sample_ids=whole.sample_ids[:, rows])
+        write_recording(path := folder / f"{rank} of {len(ends)}", steps_of(mine), mesh=rank_mesh(rank))
+        return path
+
+    def rank_mesh(rank):
+        return SimpleNamespace(ndim=1, get_local_rank=lambda: rank, size=lambda: len(ends))
+
+    return [write(rank) for rank in range(len(ends))]
+
+
+def test_the_files_of_ranks_are_put_together_by_rows_in_whichever_order_they_come(tmp_path, unchecked):
+    whole = a_recording(b=4)
+    files = files_of_ranks(tmp_path, whole, 1, 2, 4)
+    for order in permutations(files):
+        read = read_recording(*order)
+        assert torch.equal(read.expert_ids, whole.expert_ids)
+        assert torch.equal(read.sample_ids, whole.sample_ids)
+
+
+def test_a_file_of_a_rank_that_is_missing_or_there_twice_is_refused(tmp_path, unchecked):
+    a, b, c = files_of_ranks(tmp_path, a_recording(b=4), 1, 2, 4)
+    (other, _) = files_of_ranks(tmp_path, a_recording(b=4), 2, 4)
+    for files, says in (
+        ([a, c], "needs one file of each of 3 ranks, got none of ranks [1] and several of ranks []"),
+        ([a, b, b], "of 3 ranks, got none of ranks [2] and several of ranks [1]"),
+        ([c, a, b, a], "of 3 ranks, got none of ranks [] and several of ranks [0]"),
+        ([a], "got none of ranks [1, 2] and several of ranks []; write_recording takes the mesh"),
+        ([other, b, c], "needs files of as many ranks, got some of [2, 3] ranks"),
+    ):
+        with refuses(says):
+            read_recording(*files)
 
 
 def test_files_that_are_no_recordings_are_refused(tmp_path):
@@ -180,16 +211,18 @@ def test_files_that_are_no_recordings_are_refused(tmp_path):
         read_recording(tmp_path / "none")
     good = a_recording()
     tensors = dict(expert_ids=good.expert_ids, sample_ids=good.sample_ids)
-    about = dict(format="moekit routing 1", n_experts="6")
+    about = dict(format="moekit routing 2", n_experts="6", rank="0", n_ranks="1")
     for change, metadata, says in (
-        ({}, {}, "with format='moekit routing 1' in its metadata, got"),
+        ({}, {}, "with format='moekit routing 2' in its metadata, got"),
         (dict(expert_ids=None), about, "and ['sample_ids']"),
         (dict(expert_ids=good.expert_ids.long()), about, "unsigned expert_ids (n, b, l, s, k)"),
         (dict(expert_ids=good.expert_ids[0]), about, "got torch.uint8 (3, 2, 4, 2) and torch.int64 (2, 3)"),
         (dict(sample_ids=good.sample_ids[:, :2].clone()), about, "(2, 3, 2, 4, 2) and torch.int64 (2, 2)"),
         (dict(sample_ids=good.sample_ids.float()), about, "and torch.float32 (2, 3)"),
-        ({}, about | dict(n_experts="six"), "read_recording needs n_experts in a file's metadata, got"),
-        ({}, dict(format="moekit routing 1"), "read_recording needs n_experts in a file's metadata, got"),
+        ({}, about | dict(n_experts="six"), "needs n_experts, rank and n_ranks in a file's metadata, got"),
+        ({}, dict(format="moekit routing 2"), "needs n_experts, rank and n_ranks in a file's metadata, got"),
+        ({}, about | dict(rank="-1"), "needs n_experts, rank and n_ranks in a file's metadata, got"),
+        ({}, about | dict(format="moekit routing 1"), "with format='moekit routing 2' in its metadata, got"),
         ({}, about | dict(n_experts="5"), "expert ids below n_experts=5, got 5"),
     ):
         changed = {name: x for name, x in (tensors | change).items() if x is not None}
@@ -198,17 +231,16 @@ def test_files_that_are_no_recordings_are_refused(tmp_path):
             read_recording(file)
 
 
-def test_recordings_that_do_not_fit_together_are_refused(tmp_path):
+def test_recordings_that_do_not_fit_together_are_refused(tmp_path, unchecked):
     with refuses(
         "write_recording needs recordings of the same (n_experts, rows, layers, positions, top_k), "
     ):
         write_recording(tmp_path / "file", [a_recording(), a_recording(s=5)])
     with refuses("write_recording needs a step at least, got none"):
         write_recording(tmp_path / "file", [])
-    for i, recording in enumerate((a_recording(), a_recording(n=1))):
-        write_recording(tmp_path / f"{i}", [recording])
+    files = [files_of_ranks(tmp_path / f"{n}", a_recording(n=n, b=6), 3, 6)[i] for i, n in enumerate((2, 1))]
     with refuses("(n_experts, steps, layers, positions, top_k), got [(6, 1, 2, 4, 2), (6, 2, 2, 4, 2)]"):
-        read_recording(tmp_path / "0", tmp_path / "1")
+        read_recording(*files)
     with refuses("read_recording needs a path at least, got none"):
         read_recording()
 

@@ -5,6 +5,7 @@ m micro-batches, p ranks.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -24,9 +25,10 @@ from moekit.balance._load import Rows
 from moekit.batch import Batch
 from moekit.config import ModelConfig
 from moekit.context import whole_rows
+from moekit.mesh import data_rank
 from moekit.tree import short_repr
 
-_FORMAT = "moekit routing 1"
+_FORMAT = "moekit routing 2"
 _DTYPES = (torch.uint8, torch.uint16, torch.uint32)
 
 
@@ -125,11 +127,27 @@ def record_step(
     return Recording(expert_ids=ids[None], sample_ids=batch.sample_ids[None], n_experts=config.n_experts)
 
 
-def write_recording(path: str | PathLike, steps: Sequence[Recording]) -> None:
+def write_recording(
+    path: str | PathLike,
+    steps: Sequence[Recording],
+    *,
+    context: DeviceMesh | None = None,
+    mesh: DeviceMesh | None = None,
+) -> None:
     """Write recordings, one after the other, as one safetensors file; waits for the device.
 
-    ``expert_ids`` and ``sample_ids`` are as in :class:`Recording`; the file's metadata repeat the sizes. On
-    ranks each writes a file of its own, which :func:`read_recording` puts together.
+    ``expert_ids`` and ``sample_ids`` are as in :class:`Recording`; the file's metadata repeat the sizes, and
+    say whose rows these are. On ranks each writes a file of its own, of a ``context`` one of its ranks;
+    :func:`read_recording` puts them together. No communication.
+
+    Parameters
+    ----------
+    path : str or path
+        Its folder is made if needed.
+    steps : sequence of Recording
+        Of this rank, as from :func:`record_step`.
+    context, mesh : DeviceMesh, optional
+        That the batches were dealt over, as for :class:`moekit.data.Loader`; None for whole batches.
 
     Raises
     ------
@@ -140,12 +158,14 @@ def write_recording(path: str | PathLike, steps: Sequence[Recording]) -> None:
         raise ValueError("write_recording needs a step at least, got none")
     whole = _joined("write_recording", steps, 0)
     _, b, n_layers, s, top_k = whole.expert_ids.shape
-    sizes = dict(n_experts=whole.n_experts, top_k=top_k, n_layers=n_layers, tokens=b * s)
+    rank, n_ranks = data_rank(mesh, context)
+    about = dict(n_experts=whole.n_experts, top_k=top_k, n_layers=n_layers, tokens=b * s)
+    about |= dict(rank=rank, n_ranks=n_ranks)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     save_file(
         dict(expert_ids=whole.expert_ids, sample_ids=whole.sample_ids),
         path,
-        metadata={"format": _FORMAT} | {name: str(size) for name, size in sizes.items()},
+        metadata={"format": _FORMAT} | {name: str(number) for name, number in about.items()},
     )
 
 
@@ -155,19 +175,32 @@ def read_recording(*paths: str | PathLike) -> Recording:
     Returns
     -------
     Recording
-        On the CPU; of several files the rows of each step, one file's after the other's: give them in the
-        order of their ranks.
+        On the CPU; of several files the rows of each step, one rank's after the other's, in whichever order
+        the files are given.
 
     Raises
     ------
     ValueError
-        When a file is no recording, its ids are not below ``n_experts``, or files do not fit together.
+        When a file is no recording, its ids are not below ``n_experts``, files do not fit together, or there
+        is not one of each rank.
     FileNotFoundError
         When there is none.
     """
     if not paths:
         raise ValueError("read_recording needs a path at least, got none")
-    return _joined("read_recording", [_read(path) for path in paths], 1)
+    recordings, ranks, numbers = zip(*map(_read, paths), strict=True)
+    n, came = numbers[0], Counter(ranks)
+    if {*numbers} != {n}:
+        raise ValueError(
+            f"read_recording needs files of as many ranks, got some of {sorted({*numbers})} ranks"
+        )
+    if sorted(ranks) != list(range(n)):
+        missing, twice = [i for i in range(n) if i not in came], [i for i in came if came[i] > 1]
+        raise ValueError(
+            f"read_recording needs one file of each of {n} ranks, got none of ranks {_some(missing)} and "
+            f"several of ranks {_some(twice)}; write_recording takes the mesh, and tells the file whose it is"
+        )
+    return _joined("read_recording", [recordings[i] for i in sorted(range(n), key=ranks.__getitem__)], 1)
 
 
 def replay(recording: Recording, step: int, batch: Batch) -> Batch:
@@ -256,7 +289,8 @@ def _check_step(who: str, recording: Recording, step: int) -> None:
 # --- Files ----------------------------------------------------------------------------
 
 
-def _read(path: str | PathLike) -> Recording:
+def _read(path: str | PathLike) -> tuple[Recording, int, int]:
+    """Return what a file holds, of which rank it is, and of how many."""
     try:
         with safe_open(path, framework="pt") as file:
             about, names = file.metadata() or {}, set(file.keys())
@@ -268,9 +302,12 @@ def _read(path: str | PathLike) -> Recording:
             ids, sample_ids = file.get_tensor("expert_ids"), file.get_tensor("sample_ids")
     except SafetensorError as error:
         raise ValueError(f"read_recording needs a safetensors file, got {path}: {error}") from error
-    if not (text := about.get("n_experts", "")).isdecimal():
-        raise ValueError(f"read_recording needs n_experts in a file's metadata, got {about} in {path}")
-    n_experts = int(text)
+    numbers = [about.get(name, "") for name in ("n_experts", "rank", "n_ranks")]
+    if not all(map(str.isdecimal, numbers)):
+        raise ValueError(
+            f"read_recording needs n_experts, rank and n_ranks in a file's metadata, got {about} in {path}"
+        )
+    n_experts, rank, n_ranks = map(int, numbers)
     fits = ids.ndim == 5 and sample_ids.shape == ids.shape[:2]
     if not fits or ids.dtype not in _DTYPES or sample_ids.dtype != torch.int64:
         raise ValueError(
@@ -279,7 +316,7 @@ def _read(path: str | PathLike) -> Recording:
         )
     if ids.numel() and (most := int(ids.numpy().max())) >= n_experts:  # torch has no max of uint16
         raise ValueError(f"read_recording needs expert ids below n_experts={n_experts}, got {most} in {path}")
-    return Recording(expert_ids=ids, sample_ids=sample_ids, n_experts=n_experts)
+    return Recording(expert_ids=ids, sample_ids=sample_ids, n_experts=n_experts), rank, n_ranks
 
 
 def _joined(who: str, parts: Sequence[Recording], dim: int) -> Recording:

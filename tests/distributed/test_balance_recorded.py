@@ -77,11 +77,11 @@ def test_what_ranks_record_is_the_recording_of_one_process(cp, tmp_path):
         context = context_mesh(mesh, cp)
         recording, counts = recorded(here(mesh, context), n=2, context=context, mesh=mesh)
         assert torch.equal(counts, COUNTS)
-        rank, _ = data_rank(mesh, context)
         if dist.get_rank() % cp == 0:
-            write_recording(tmp_path / f"{rank}.safetensors", [recording])
+            path = tmp_path / f"{dist.get_rank()}.safetensors"
+            write_recording(path, [recording], context=context, mesh=mesh)
 
     ranks(2)(write)
-    read = read_recording(*sorted(tmp_path.iterdir()))
+    read = read_recording(*sorted(tmp_path.iterdir(), reverse=True))
     assert torch.equal(read.expert_ids, RECORDING.expert_ids)
     assert torch.equal(read.sample_ids, RECORDING.sample_ids)
