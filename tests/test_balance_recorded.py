@@ -77,7 +77,7 @@ def test_micro_batches_and_recomputation_are_not_in_a_recording(n, recompute):
 @pytest.mark.parametrize("n", [1, 4])
 def test_a_replay_gives_the_same_counts_to_the_token_in_any_micro_batches(n):
     recording, stats = record()
-    again = step(OTHERS, replay(recording, 0, BATCH), n=n)[1]
+    again = step(OTHERS, replay(recording, 0, BATCH, config=CONFIG), n=n)[1]
     assert torch.equal(again["counts"], stats["counts"])
     assert not torch.equal(step(OTHERS, BATCH)[1]["counts"], stats["counts"])
 
@@ -95,7 +95,7 @@ def test_nothing_that_records_or_replays_reads_a_value():
 
 def test_a_replay_of_what_routers_choose_changes_neither_loss_nor_gradients():
     value, _, grads = step(PARAMS, BATCH)
-    again, _, same = step(PARAMS, replay(record()[0], 0, BATCH), n=2)
+    again, _, same = step(PARAMS, replay(record()[0], 0, BATCH, config=CONFIG), n=2)
     close(again, value)
     for name, grad in flat(grads).items():
         close(flat(same)[name], grad)
@@ -109,7 +109,7 @@ def test_a_pipeline_replays_in_each_of_its_stages():
         schedule=mk.schedules.interleaved(1, 2, 3),
         boundary=lambda part: torch.empty(*part.tokens.shape, CONFIG.d_model, dtype=torch.float64),
     )
-    (_, again), _ = grad_fn(OTHERS, replay(recording, 0, BATCH))
+    (_, again), _ = grad_fn(OTHERS, replay(recording, 0, BATCH, config=CONFIG))
     assert torch.equal(again["counts"], stats["counts"])
 
 
@@ -119,7 +119,7 @@ def test_rows_are_found_by_their_samples_in_any_order():
     part = mk.batch.make_batch(
         *(torch.cat([x, x[:, :1]], 1)[rows] for x in (BATCH.tokens, BATCH.documents)), BATCH.sample_ids[rows]
     )
-    assert torch.equal(replay(recording, 0, part).expert_ids, recording.expert_ids[0][rows])
+    assert torch.equal(replay(recording, 0, part, config=CONFIG).expert_ids, recording.expert_ids[0][rows])
 
 
 # --- Files ----------------------------------------------------------------------------
@@ -268,21 +268,34 @@ def test_ids_of_another_batch_or_of_two_steps_are_refused():
 def test_a_replay_of_other_steps_samples_or_lengths_is_refused():
     recording, _ = record()
     with refuses("replay needs a step from 0 to 0, which were recorded, got 1"):
-        replay(recording, 1, BATCH)
+        replay(recording, 1, BATCH, config=CONFIG)
     other = replace(BATCH, sample_ids=torch.tensor([0, 9, 1, 7]))
     with refuses("replay needs the samples of step 0, [0, 1, 2, 3], got [9, 7], which are not among them"):
-        replay(recording, 0, other)
+        replay(recording, 0, other, config=CONFIG)
     with refuses("replay needs rows of 7 positions, as recorded, got a batch with 5"):
-        replay(recording, 0, packed_batch(b=4, s=5))
+        replay(recording, 0, packed_batch(b=4, s=5), config=CONFIG)
     split = replace(BATCH, positions=torch.arange(4, 11).repeat(4, 1))
     with refuses("replay needs rows of 7 positions, as recorded, got a batch with position 10"):
-        replay(recording, 0, split)
+        replay(recording, 0, split, config=CONFIG)
+
+
+def test_a_recording_of_another_model_is_refused_where_it_is_taken_again():
+    recording, _ = record()
+    got = "got {'n_experts': 6, 'top_k': 2, 'n_moe_layers': 2}"
+    for change, want in (
+        (dict(n_experts=9), "{'n_experts': 9, 'top_k': 2, 'n_moe_layers': 2}"),  # in which all ids exist
+        (dict(n_experts=4), "{'n_experts': 4, 'top_k': 2, 'n_moe_layers': 2}"),
+        (dict(top_k=1), "{'n_experts': 6, 'top_k': 1, 'n_moe_layers': 2}"),
+        (dict(n_layers=2), "{'n_experts': 6, 'top_k': 2, 'n_moe_layers': 1}"),
+    ):
+        with refuses(f"replay needs a recording of a model like the one that takes it, {want}, {got}"):
+            replay(recording, 0, BATCH, config=replace(CONFIG, **change))
 
 
 def test_a_rank_of_a_context_without_rows_replays_none():
     half, none = torch.zeros(0, 4, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
     split = mk.batch.make_batch(half.new_zeros(0, 5), half.new_zeros(0, 5), none)
-    replayed = replay(record()[0], 0, replace(split, positions=half))
+    replayed = replay(record()[0], 0, replace(split, positions=half), config=CONFIG)
     assert replayed.expert_ids is not None and replayed.expert_ids.shape == (0, 2, 4, 2)
 
 
@@ -294,7 +307,7 @@ def test_ids_of_other_models_are_refused(unchecked):
     ):
         with refuses(says):
             step(PARAMS, replace(BATCH, expert_ids=ids))
-    replayed = replay(record()[0], 0, BATCH)
+    replayed = replay(record()[0], 0, BATCH, config=CONFIG)
     for options in (dict(biases=torch.zeros(2, 6)), dict(assignment="random", key=KEY)):
         with refuses("route needs no assignment, key or bias with expert_ids"):
             mk.next_token_loss(PARAMS, replayed, config=CONFIG, **options)

@@ -203,7 +203,7 @@ def read_recording(*paths: str | PathLike) -> Recording:
     return _joined("read_recording", [recordings[i] for i in sorted(range(n), key=ranks.__getitem__)], 1)
 
 
-def replay(recording: Recording, step: int, batch: Batch) -> Batch:
+def replay(recording: Recording, step: int, batch: Batch, *, config: ModelConfig) -> Batch:
     """Return the batch with the expert ids that its rows went to in a step of a recording.
 
     Pure; no communication. The rows are found by their samples, so the batch may be that of any rank of any
@@ -214,19 +214,27 @@ def replay(recording: Recording, step: int, batch: Batch) -> Batch:
     Parameters
     ----------
     recording : Recording
-        On the CPU, of the model that takes the batch.
+        On the CPU.
     step : int
         From 0.
     batch : Batch
         On the CPU, as a loader gives it; one on a device is waited for.
+    config : ModelConfig
+        The model that takes the batch, which has as many experts, choices and layers as that recorded: ids
+        say nothing of how many there are.
 
     Raises
     ------
     ValueError
-        When there is no such step, samples of the batch are not in it, or rows have other lengths.
+        When the model has others, there is no such step, samples of the batch are not in it, or rows have
+        other lengths.
     """
-    s = recording.expert_ids.shape[3]
+    _, _, n_layers, s, top_k = recording.expert_ids.shape
     _check_step("replay", recording, step)
+    want = dict(n_experts=config.n_experts, top_k=config.top_k, n_moe_layers=config.n_moe_layers)
+    got = dict(n_experts=recording.n_experts, top_k=top_k, n_moe_layers=n_layers)
+    if got != want:
+        raise ValueError(f"replay needs a recording of a model like the one that takes it, {want}, got {got}")
     here, there = batch.sample_ids.cpu(), recording.sample_ids[step]
     same = here[:, None] == there
     if missing := here[~same.any(1)].tolist():

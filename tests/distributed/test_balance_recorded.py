@@ -34,7 +34,7 @@ def recorded(batch, *, n=1, context=None, mesh=None):
 
 
 RECORDING, COUNTS = recorded(BATCH, n=4)
-REPLAYED = replay(RECORDING, 0, BATCH)
+REPLAYED = replay(RECORDING, 0, BATCH, config=CONFIG)
 
 
 def here(mesh, context=None):
@@ -52,7 +52,7 @@ def test_two_ranks_replay_the_counts_of_one_process_to_the_token(layout):
         sizes = {name: n for name, n in layout.items() if name != "cp"}
         mesh = mk.make_mesh(**sizes, device="cpu")
         context = context_mesh(mesh, cp)
-        batch = replay(RECORDING, 0, here(mesh, context))
+        batch = replay(RECORDING, 0, here(mesh, context), config=CONFIG)
         params = mk.mesh.distribute(OTHERS, mesh)
         found = []
         for part in mk.batch.split_batch(batch, 2):

@@ -223,7 +223,7 @@ def test_routing_is_recorded_and_replayed_without_waiting_for_the_device(tmp_pat
         recording = mk.balance.record_step(kept, step.batch, config=CONFIG)
     mk.balance.write_recording(tmp_path / "routing.safetensors", [recording])
     read = mk.balance.read_recording(tmp_path / "routing.safetensors")
-    batch = mk.balance.replay(read, 0, step.batch)
+    batch = mk.balance.replay(read, 0, step.batch, config=CONFIG)
     loss = functools.partial(mk.next_token_loss, config=CONFIG)
     grad_fn = mk.accumulate(mk.value_and_grad(loss, has_aux=True), 4)
     grad_fn(step.params, batch)
