@@ -165,10 +165,35 @@ def test_a_run_that_continues_appends_and_forgets_what_had_come_later(tmp_path):
     again.finish()
     want = {10: {"loss": 10.0}, 20: {"loss": 20.0}, 30: {"loss": 0.5, "held_out/bits_per_byte": 2.0}}
     assert tracking.read_metrics(tmp_path) == want
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n\n") == 1
+    tracking.Run(tmp_path, resume=True).finish()  # which logs nothing
+    third = tracking.Run(tmp_path, resume=True)
+    third.log({"held_out/bits_per_byte": 3.0}, step=20)  # of the checkpoint that it continues from
+    third.finish()
+    want = {10: {"loss": 10.0}, 20: {"loss": 20.0, "held_out/bits_per_byte": 3.0}}
+    assert tracking.read_metrics(tmp_path) == want
     new = tracking.Run(tmp_path)
     new.log({"loss": 7.0}, step=1)
     new.finish()
     assert tracking.read_metrics(tmp_path) == {1: {"loss": 7.0}}
+
+
+def test_a_step_that_is_logged_late_takes_nothing_from_those_after_it(tmp_path):
+    run = tracking.Run(tmp_path)
+    for step in (10, 30, 20):
+        run.log({"loss": float(step)}, step=step)
+    run.log({"held_out/bits_per_byte": 1.0, "loss": 9.0}, step=10)
+    run.finish()
+    records = tracking.read_metrics(tmp_path)
+    assert list(records) == [10, 20, 30]  # the last record is that of the last step
+    want = {10: {"loss": 9.0, "held_out/bits_per_byte": 1.0}, 20: {"loss": 20.0}, 30: {"loss": 30.0}}
+    assert records == want
+    again = tracking.Run(tmp_path, resume=True)  # from step 10
+    for step in (25, 15):
+        again.log({"loss": -1.0}, step=step)
+    again.finish()
+    want = {10: want[10], 15: {"loss": -1.0}, 25: {"loss": -1.0}}
+    assert tracking.read_metrics(tmp_path) == want
 
 
 def test_the_summary_has_the_best_loss_the_mean_rate_and_the_peaks():

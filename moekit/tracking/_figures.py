@@ -103,24 +103,27 @@ def _by_layer(name: str, values: Tensor, first_layer: int) -> Figures:
 
 
 def read_metrics(folder: str | Path) -> dict[int, dict[str, Any]]:
-    """Return the figures that a run has logged to its folder, by step.
+    """Return the figures that a run has logged to its folder, by step, in ascending order.
 
-    After a run was continued from a checkpoint, what had been logged of later steps is left out; so is a line
-    that the end of a process has torn.
+    Lines of one step add up in whichever order steps were logged, and of one figure the last one counts.
+    Where a run was continued, behind an empty line, what had been logged before of steps after its first is
+    left out; so is a line that the end of a process has torn.
     """
     records: dict[int, dict[str, Any]] = {}
-    last = 0
-    for line in Path(folder, "metrics.jsonl").read_text().splitlines():
-        try:
-            figures = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        step = figures.pop("step")
-        if step < last:
-            records = {earlier: record for earlier, record in records.items() if earlier < step}
-        records.setdefault(step, {}).update(figures)
-        last = step
-    return records
+    for part in Path(folder, "metrics.jsonl").read_text().split("\n\n"):
+        lines = [line for text in part.splitlines() if (line := _parsed(text)) is not None]
+        first = min((line["step"] for line in lines), default=math.inf)
+        records = {step: record for step, record in records.items() if step <= first}
+        for line in lines:
+            records.setdefault(line.pop("step"), {}).update(line)
+    return dict(sorted(records.items()))
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
 
 
 def summarize(records: Mapping[int, Mapping[str, Any]]) -> Figures:

@@ -31,7 +31,8 @@ class Run:
     wandb : wandb.Run, optional
         Gets the figures too, and at the end their summary.
     resume : bool
-        Append to the folder's figures instead of beginning anew.
+        Append to the folder's figures, behind an empty line, instead of beginning anew. What the folder has
+        of steps after the first one that is logged then was of a run that had gone on, and counts no more.
     """
 
     def __init__(self, folder: str | Path | None, *, wandb: Any = None, resume: bool = False):
@@ -40,17 +41,17 @@ class Run:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "metrics.jsonl"
-        torn = resume and path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        before = path.read_bytes() if resume and path.exists() else b""
         self._file = path.open("a" if resume else "w")
-        if torn:  # the process was killed while it wrote
-            self._file.write("\n")
+        if before:  # an empty line; of a process that was killed while it wrote, the last one ends first
+            self._file.write("\n" if before.endswith(b"\n") else "\n\n")
         atexit.register(self.report)
 
     def log(self, figures: Mapping[str, Any], *, step: int) -> None:
-        """Write the figures of a step; several calls for one step add up.
+        """Write the figures of a step; several calls for one step add up, in any order of steps.
 
-        Steps come in order: one below the last is of a run that has begun again there. A :class:`Progress`
-        writes a step when it gets the next one, or is paused: figures of one's own for the next come after.
+        A :class:`Progress` writes a step when it gets the next one, or is paused. wandb takes steps in their
+        order, and leaves out those that come late, with a warning: log figures of your own after these.
 
         Numbers and 0-d tensors, and lists of numbers by the number of their layer, such as ``load/rows``,
         which wandb gets as an image.
