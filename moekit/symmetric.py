@@ -112,9 +112,9 @@ class SymmetricMemory:
         make = _on_cuda if device.type == "cuda" else _on_cpus
         if self.size == 1 or without_values:
             make = _without_peers
-        if make is not _without_peers:
-            _BESIDE_TORCH.add(self)
         arenas, self._barrier = make(self.n_bytes, mesh, device, timeout)
+        if make is not _without_peers:  # whose memory torch counts itself
+            _BESIDE_TORCH.add(self)
         arenas[self.rank].zero_()
         self.tensors: dict[str, Shared] = {}
         for name, (shape, dtype) in layout.items():
@@ -138,11 +138,18 @@ class SymmetricMemory:
         self._barrier()
 
 
+# What a process has allocated is a fact of the process, whoever holds it: torch's own counters, to which
+# these bytes are added, are as global. As a value it would have to be handed from wherever a transport is
+# made to the log, and what is forgotten would be missing there. References are weak, so nothing lives longer
+# for being counted, and no result depends on what is in here.
 _BESIDE_TORCH: "weakref.WeakSet[SymmetricMemory]" = weakref.WeakSet()
 
 
 def allocated_bytes() -> int:
-    """Return this process's bytes of symmetric memory, which ``torch.cuda.memory_stats`` does not count."""
+    """Return this process's bytes of symmetric memory, which ``torch.cuda.memory_stats`` does not count.
+
+    That of each :class:`SymmetricMemory` while it lives, of several ranks and with values.
+    """
     return sum(memory.n_bytes for memory in _BESIDE_TORCH)
 
 

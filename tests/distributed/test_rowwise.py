@@ -619,6 +619,40 @@ def test_too_little_shared_memory_is_refused_before_it_is_touched():
     ranks(2)(without_room)
 
 
+def counted():
+    """Return what is counted as symmetric while memories come and go, each time beside what is there."""
+    mesh, found = make_mesh(), []
+    sizes = dict(n_tokens=4, d_model=D, n_experts=4, top_k=K, dtype=torch.float32)
+
+    def count(*alive):
+        found.append((symmetric.allocated_bytes(), sum(via.n_bytes for via in alive)))
+
+    one, other = mk.rowwise(mesh, **sizes), mk.rowwise(mesh, **sizes, capacity_factor=3.0)
+    count(one, other)
+    layer = partial(mk.moe, via=one)  # counted as long as anything holds it
+    del one
+    count(layer.keywords["via"], other)
+    del layer
+    count(other)
+    with mock.patch.object(symmetric.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000)):
+        try:
+            mk.rowwise(mesh, **sizes)
+        except RuntimeError as error:  # whose traceback holds what has not been made
+            count(other)
+            assert error.__traceback__
+    alone = mk.rowwise(None, **sizes)  # torch counts it
+    count(other)
+    del other, alone
+    count()
+    return found
+
+
+def test_what_is_symmetric_is_counted_while_it_lives_and_keeps_nothing_alive():
+    for found in ranks(2)(counted):
+        assert [got for got, _ in found] == [want for _, want in found]
+        assert found[0] == found[1] > found[2] > found[-1] == (0, 0)
+
+
 def devices(visible, rank_of_device, hosts, far):
     """Say what `_check_reach` says of GPUs that the rank sees, `far` being pairs that are not connected."""
     rank = dist.get_rank()
