@@ -60,6 +60,11 @@ def layers(via, kernels, dtype, n_tokens, recompute, device="cpu", overlap="none
     return [z.cpu() for z in (y.detach(), *grads)]
 
 
+def layers_both_ways(*args, **options):
+    """Return what :func:`layers` gives where activations are kept, then where they are computed again."""
+    return [z for recompute in (False, True) for z in layers(*args, recompute=recompute, **options)]
+
+
 def hurried(fault, n_runs, device="cpu", payload=None, overlap="none"):
     """Return what layers give with routing that changes, ranks delayed at random at every step."""
     mesh, dtype = make_mesh(device), torch.float32

@@ -70,7 +70,7 @@ def test_the_rate_is_that_of_the_device_whenever_the_host_writes():
 
 
 def test_a_record_of_every_step_costs_less_than_a_hundredth(tmp_path):
-    config = mk.preset("bench-8L", n_experts=8)
+    config = mk.preset("bench-8L", n_experts=8, n_layers=4)
     params = mk.init_params(config, dtype=torch.bfloat16, device="cuda")
     tokens = torch.randint(config.vocab_size, (2, config.max_seq_len + 1), device="cuda")
     ids = torch.arange(2, device="cuda")
@@ -79,7 +79,7 @@ def test_a_record_of_every_step_costs_less_than_a_hundredth(tmp_path):
     grad_fn = mk.value_and_grad(loss, has_aux=True)
     run = tracking.Run(tmp_path)
     sizes = dict(tokens_per_step=batch.tokens.numel(), config=config, seq_len=config.max_seq_len)
-    n_rounds, n = 12, 4
+    n_rounds, n = 8, 4
     progress = tracking.Progress(run, n * n_rounds, every=1, **sizes)
     seconds: dict[bool, list[float]] = {False: [], True: []}
     steps = iter(progress)

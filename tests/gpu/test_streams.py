@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from exchanges import hurried, layers
+from exchanges import hurried, layers_both_ways
 from test_rowwise import WHERE, N
 from test_training_step import Step, rowwise
 from waits import no_sync
@@ -38,10 +38,9 @@ class Late(torch.autograd.Function):
 
 
 @WHERE
-@pytest.mark.parametrize("recompute", [False, True])
-def test_two_batches_over_rowwise_give_what_whole_layers_give_on_cpus(device, sizes, recompute):
+def test_two_batches_over_rowwise_give_what_whole_layers_give_on_cpus(device, sizes):
     n_tokens = [5, 0, 7, 6][: min(4, max(sizes))]
-    run = partial(layers, dtype=torch.float32, n_tokens=n_tokens, recompute=recompute)
+    run = partial(layers_both_ways, dtype=torch.float32, n_tokens=n_tokens)
     want = ranks(len(n_tokens))(run, "all_to_all", "torch")
     options = dict(device="cuda", overlap="two_batch")
     got = ranks(len(n_tokens), device=device)(run, "rowwise", "triton", **options)
@@ -51,9 +50,8 @@ def test_two_batches_over_rowwise_give_what_whole_layers_give_on_cpus(device, si
 
 
 @pytest.mark.skipif(N < 2, reason=f"needs two CUDA devices or more, there are {N}")
-@pytest.mark.parametrize("recompute", [False, True])
-def test_two_batches_over_nccl_give_what_whole_layers_give_on_cpus(recompute):
-    run = partial(layers, "all_to_all", dtype=torch.float32, n_tokens=[5, 0], recompute=recompute)
+def test_two_batches_over_nccl_give_what_whole_layers_give_on_cpus():
+    run = partial(layers_both_ways, "all_to_all", dtype=torch.float32, n_tokens=[5, 0])
     want = ranks(2)(run, kernels="torch")
     got = ranks(2, device="cuda")(run, kernels="triton", device="cuda", overlap="two_batch")
     for mine, theirs in zip(got, want, strict=True):
