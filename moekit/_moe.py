@@ -157,8 +157,7 @@ def _beside_shared(
     params: Mapping[str, Any], x: Tensor, low: Rounded, kernels: Kernels, options: dict[str, Any]
 ) -> tuple[Tensor, Routing]:
     check_names("moe", 'params for overlap="shared"', params, "shared")
-    # Views, so that weights' gradients are complete on this stream, where hooks of the weights run.
-    weights = {name: (w := local(p)).view_as(w) for name, p in params["shared"].items()}
+    weights = {name: local(p) for name, p in params["shared"].items()}
     take = beside(_shared_expert, x, weights, low.tokens, low, kernels)
     routed = {name: params[name] for name in ("router", "experts")}
     y, routing = moe(routed, x, kernels=kernels, precision=low, **options)

@@ -38,7 +38,9 @@ def beside(fn: Callable, *args: Any, urgent: bool = False) -> Callable[[], Any]:
     ----------
     fn, *args
         Tensors among ``args``, in any nesting, are kept from being overwritten while ``fn`` or its backward
-        reads them; others that it reads must live as long, as parameters do. The first one's device counts.
+        reads them, and gradients of parameters among them are complete on the caller's stream. Neither holds
+        for what ``fn`` reads through a closure: that must live as long, and parameters' gradients may come,
+        and their hooks run, on the other stream. The first tensor's device counts.
     urgent : bool
         Whether its kernels go first where both streams wait for room on the device, as communication should.
 
@@ -84,7 +86,8 @@ def two_batch(
     send, compute, fetch : callable
         ``send(*tokens)`` of half the tokens, ``compute`` of what ``send`` returned, ``fetch`` of what
         ``compute`` did, which returns a tensor of as many rows as there were tokens. Trees of tensors may
-        pass between them.
+        pass between them. Parameters that ``send`` or ``fetch`` read are not protected as the arguments of
+        :func:`beside` are: read those in ``compute`` or before, and route before ``run``.
     meanwhile : callable, optional
         ``meanwhile()`` of all tokens, added to the result: it is computed while the first half travels.
 
@@ -251,6 +254,8 @@ def _start(fn: Callable, args: tuple, side: Any, after: Any) -> Callable[[], Any
     if side is None:
         out = fn(*args)
         return lambda: out
+    # Views of parameters, so that their gradients are complete on this stream, where their hooks run.
+    args = tree_map_only(Tensor, lambda x: x.view_as(x) if x.is_leaf and x.requires_grad else x, args)
     side.wait_event(after)
     _is_read_on(side, args)
     with torch.cuda.stream(side):

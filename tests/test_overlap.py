@@ -9,7 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from reference import close, draw, flat, packed_batch, refuses, small_config
+from tensordict import TensorDict
 from test_moe import D, kernel_layer, layer, run
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 import moekit as mk
 from moekit import _moe, overlap
@@ -89,13 +93,19 @@ def test_a_compiled_layer_is_the_same(how):
 def test_four_functions_by_hand_are_a_layer_in_two_batches():
     params, x = layer(shared=False), draw(7, D)
 
+    def send(x, ids, weights, logits, scores):
+        counts = torch.bincount(ids.flatten(), minlength=logits.shape[1])
+        half = dict(weights=weights, expert_ids=ids, counts=counts, logits=logits, scores=scores)
+        return mk.dispatch(x, mk.Routing(**half))
+
     def by_hand(params, x):
         run = two_batch(
-            lambda x: mk.dispatch(x, mk.route(params["router"], x, top_k=2)),
+            send,
             lambda sent: (mk.expert_forward(params["experts"], sent.rows, sent.offsets), sent),
             lambda out: mk.combine(*out),
         )
-        return [run(x)]
+        routing = mk.route(params["router"], x, top_k=2)
+        return [run(x, routing.expert_ids, routing.weights, routing.logits, routing.scores)]
 
     close(run(by_hand, params, x), run(mk.moe, params, x, top_k=2))
 
@@ -251,6 +261,50 @@ def test_a_layer_runs_its_parts_on_the_streams_that_it_says(monkeypatch, how):
     else:
         assert streams.together("dispatch again", "expert_forward")
         assert streams.together("combine", "expert_forward again")
+
+
+class FirstReads(TorchFunctionMode):
+    """Note the stream on which a node that reads a parameter is made: there its gradient is added."""
+
+    def __init__(self, streams):
+        super().__init__()
+        self.streams, self.seen = streams, []
+
+    def __torch_function__(self, fn, types, args=(), kwargs=None):
+        out = fn(*args, **(kwargs or {}))
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_leaf]
+        made = [y for y in tree_leaves(out) if isinstance(y, Tensor) and y.grad_fn is not None]
+        self.seen += [self.streams.current["name"]] * (bool(made) and any(x.requires_grad for x in read))
+        return out
+
+
+def test_parameters_among_arguments_are_first_read_on_the_callers_stream(monkeypatch):
+    w, b, c = (torch.ones(n, requires_grad=True) for n in (1, 2, 2))
+    tree = dict(
+        deep=[TensorDict(dict(inner=TensorDict(dict(b=b)))), 3.0], ids=torch.ones(2, dtype=torch.int64)
+    )
+
+    def fn(w, tree):
+        assert streams.current is streams.side
+        return w * tree["deep"][0]["inner", "b"] * tree["ids"]
+
+    with FirstReads(streams := Streams(monkeypatch)) as reads:
+        y = beside(fn, w, tree)()
+        assert reads.seen == ["main"] * 2
+        y = y * two_batch(lambda c: c.exp(), lambda e: (e, w), lambda pair: pair[0] * pair[1])(c)
+    assert set(reads.seen) == {"main"}
+    y.sum().backward()
+    assert w.is_leaf and all(p.grad is not None for p in (w, b, c))
+
+
+@BESIDE
+def test_no_parameter_of_a_layer_is_first_read_beside(monkeypatch, how):
+    params, x = layer(), draw(7, D)
+    for p in tree_leaves(params):
+        p.requires_grad_()
+    with FirstReads(Streams(monkeypatch)) as reads:
+        mk.moe(params, x, top_k=2, overlap=how)
+    assert set(reads.seen) == {"main"}
 
 
 def test_what_is_recomputed_is_recomputed_before_any_of_it_is_differentiated():
