@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from moekit.mesh import world_size
 from moekit.tree import has_values
 
 Overlap = Literal["none", "two_batch", "shared"]
@@ -162,7 +163,8 @@ class fastest:
     rounds : int
         Timed calls of each.
     mesh : DeviceMesh, optional
-        All ranks that call this; any axes.
+        All ranks that call this; any axes. Of several functions on several ranks it must be given: by its own
+        clock each rank could choose another, and wait for the others for ever.
 
     Attributes
     ----------
@@ -172,7 +174,7 @@ class fastest:
     Raises
     ------
     ValueError
-        Without functions or rounds.
+        Without functions or rounds, or a mesh where ranks are several.
 
     Examples
     --------
@@ -187,6 +189,11 @@ class fastest:
     def __init__(self, functions: Mapping[str, Callable], *, rounds: int = 5, mesh: DeviceMesh | None = None):
         if not functions or rounds < 1:
             raise ValueError(f"fastest needs a function and rounds >= 1, got {list(functions)} and {rounds=}")
+        if mesh is None and len(functions) > 1 and (n := world_size()) > 1:
+            raise ValueError(
+                f"fastest needs a mesh of all that call it, to choose alike on each of {n} ranks, got mesh=None; "
+                "pass the mesh from make_mesh"
+            )
         self.functions, self.rounds, self.mesh = dict(functions), rounds, mesh
         self.choice: Choice | None = None
         self._turns = itertools.cycle(functions)

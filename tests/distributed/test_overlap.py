@@ -90,3 +90,16 @@ def test_all_ranks_choose_what_is_fastest_on_the_slowest_of_them():
     names, times = zip(*ranks(4)(chosen, seconds), strict=True)
     assert set(names) == {"none"}
     assert all(x == times[0] for x in times) and times[0]["two_batch"] >= 0.15 > times[0]["none"] >= 0.01
+
+
+def refused():
+    """Return what is said of functions to choose from without a mesh, and of one, which is no choice."""
+    assert mk.overlap.fastest({"none": int}).choice is None
+    with pytest.raises(ValueError) as error:
+        mk.overlap.fastest({"none": int, "two_batch": int})
+    return str(error.value)
+
+
+def test_ranks_without_a_mesh_are_refused_as_each_might_choose_another():
+    says = "fastest needs a mesh of all that call it, to choose alike on each of 2 ranks, got mesh=None"
+    assert all(text.startswith(says) for text in ranks(2)(refused))
