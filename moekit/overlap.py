@@ -150,7 +150,8 @@ class fastest:
     They should be ways to the same result, so that calls which measure are calls like any other: of a whole
     training step, the function of loss and gradients. None may fail: where one fails on one rank alone, for
     want of memory, the others wait for it. Each is called once before it is timed, as it may compile. A
-    function's time is the median of its calls; of several ranks, the slowest's counts. One function alone is
+    function's time is the median of its calls; of several ranks, the slowest's counts. Once it is chosen the
+    others are let go, with the buffers that they hold. One function alone is
     not timed, and without values, as in a dry run, the first one is called.
 
     Collective over ``mesh`` once, in the call that decides, besides what the functions do; the host waits for
@@ -196,7 +197,7 @@ class fastest:
             )
         self.functions, self.rounds, self.mesh = dict(functions), rounds, mesh
         self.choice: Choice | None = None
-        self._turns = itertools.cycle(functions)
+        self._turns = itertools.cycle(tuple(functions))
         self._marks: dict[str, list[tuple]] = {name: [] for name in functions}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,6 +214,8 @@ class fastest:
         self._marks[name].append((start, _mark()))
         if all(len(pairs) > self.rounds for pairs in self._marks.values()):
             self.choice = _decide({name: pairs[1:] for name, pairs in self._marks.items()}, self.mesh)
+            self.functions = {self.choice.name: self.functions[self.choice.name]}
+            self._marks.clear()
             if self.mesh is None or not any(self.mesh.get_coordinate() or ()):
                 print(self.choice)
         return out

@@ -1,7 +1,9 @@
 """What runs beside what, in one process: the order of launches, values, and the choice by measurement."""
 
 import contextlib
+import gc
 import time
+import weakref
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -352,6 +354,22 @@ def test_functions_take_turns_untimed_at_first_and_then_the_fastest_is_called_al
     run = measured({name: partial(fn, name) for name in "ab"}, 4e-3)
     assert "".join(calls) == "ab" * 4 and max(run.choice.seconds.values()) < 0.2
     assert run(0) == run(0) == "b" and "".join(calls) == "ab" * 4 + "bb"
+
+
+def test_what_is_not_chosen_is_let_go_with_all_that_it_holds():
+    def way(seconds):
+        return lambda: time.sleep(seconds)
+
+    ways = {"slow": way(4e-3), "fast": way(0)}
+    held = {name: weakref.ref(fn) for name, fn in ways.items()}
+    run = fastest(ways, rounds=1)
+    del ways
+    for _ in range(3):
+        run()
+        assert all(fn() for fn in held.values())
+    run()
+    gc.collect()
+    assert run.choice.name == "fast" and held["fast"]() and held["slow"]() is None
 
 
 def test_of_equals_the_first_is_chosen(monkeypatch):
