@@ -151,8 +151,8 @@ class fastest:
     training step, the function of loss and gradients. None may fail: where one fails on one rank alone, for
     want of memory, the others wait for it. Each is called once before it is timed, as it may compile. A
     function's time is the median of its calls; of several ranks, the slowest's counts. Once it is chosen the
-    others are let go, with the buffers that they hold. One function alone is
-    not timed, and without values, as in a dry run, the first one is called.
+    others are let go, with the buffers that they hold. One function alone is not timed, and without values,
+    as in a dry run, the first one is called.
 
     Collective over ``mesh`` once, in the call that decides, besides what the functions do; the host waits for
     the device in it. All ranks get the same answer, and the first one prints it.
@@ -192,8 +192,8 @@ class fastest:
             raise ValueError(f"fastest needs a function and rounds >= 1, got {list(functions)} and {rounds=}")
         if mesh is None and len(functions) > 1 and (n := world_size()) > 1:
             raise ValueError(
-                f"fastest needs a mesh of all that call it, to choose alike on each of {n} ranks, got mesh=None; "
-                "pass the mesh from make_mesh"
+                f"fastest needs a mesh of all that call it, to choose alike on each of {n} ranks, got "
+                "mesh=None; pass the mesh from make_mesh"
             )
         self.functions, self.rounds, self.mesh = dict(functions), rounds, mesh
         self.choice: Choice | None = None
