@@ -27,12 +27,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 DENSE, COPY = "dense ceiling", "copy ceiling"
+
+T = TypeVar("T")
+
+
+class Failed(Exception):
+    """Something went wrong on a rank, perhaps another: what :func:`describe` says of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +93,8 @@ def measure(
     device : str
         ``"cuda"``, or ``"cpu"``: with a clock on the host, and small ceilings.
     errors : mapping, optional
-        Name and reason of candidates that could not be made; they become results beside the others.
+        Name and reason of candidates that could not be made; they become results beside the others. One that
+        could not be made on one rank is measured on none.
     rounds, slot : int, float
         In each round each candidate runs for ``slot`` seconds, and three times at least, after one run that
         is not timed; where ranks measure together, as often as rank 0 does.
@@ -97,13 +104,14 @@ def measure(
     Returns
     -------
     list of Result
-        The ceilings first. A candidate that raises has its error as the result.
+        The ceilings first. A candidate that raises, on any rank, has its error as the result. What raises
+        on one rank while others wait for it in a collective of its own is not seen: they wait on.
     """
     candidates = {**ceilings(device), **candidates}
-    failed = dict(errors or {})
+    failed = of_all_ranks(errors or {})
     times: dict[str, list[float]] = {name: [] for name in candidates}
     peaks: dict[str, int] = {}
-    names = list(candidates)
+    names = [name for name in candidates if name not in failed]
     for i in range(rounds):
         start = i * len(names) // rounds
         for name in names[start:] + names[:start]:
@@ -137,16 +145,19 @@ def _slot(run: Callable[[], object], slot: float, device: str) -> tuple[list[flo
         torch.cuda.synchronize()
         return [start.elapsed_time(end) / 1e3 for start, end in events]
 
-    before = peak = 0
+    def first() -> int:
+        timed(1)
+        return torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+
+    before = 0
     if device == "cuda":
         torch.cuda.empty_cache()  # what another candidate left there could make this one wait for memory
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-    timed(1)
-    if device == "cuda":
-        peak = torch.cuda.max_memory_allocated() - before
-    found = timed(3)
-    return found + timed(_agreed(int(slot / statistics.median(found)) - 3, device)), peak
+    peak = on_all_ranks(first)
+    found = on_all_ranks(functools.partial(timed, 3))
+    n = _agreed(int(slot / statistics.median(found)) - 3, device)
+    return found + on_all_ranks(functools.partial(timed, n)), peak
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -162,6 +173,39 @@ def _agreed(n: int, device: str) -> int:
     agreed = torch.tensor(n, device=device)
     dist.broadcast(agreed, 0)
     return int(agreed)
+
+
+def of_all_ranks(errors: Mapping[str, str]) -> dict[str, str]:
+    """Return errors of all ranks by their names; of several, the first rank's."""
+    if not dist.is_initialized():
+        return dict(errors)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, dict(errors))
+    first: dict[str, str] = {}
+    for rank, named in enumerate(found):
+        for name, error in named.items():
+            first.setdefault(name, f"on rank {rank}: {error}" if rank else error)
+    return first
+
+
+def on_all_ranks(fn: Callable[[], T]) -> T:
+    """Call a function on all ranks, and raise on all where it has raised on one.
+
+    Raises
+    ------
+    Failed
+        Where ranks are several; else what the function raises.
+    """
+    if not dist.is_initialized():
+        return fn()
+    errors, out = {}, None
+    try:
+        out = fn()
+    except Exception as e:
+        errors["it"] = describe(e)
+    if errors := of_all_ranks(errors):
+        raise Failed(errors["it"])
+    return cast(T, out)
 
 
 def _results(
@@ -294,6 +338,8 @@ def free(device: str) -> None:
 
 def describe(error: BaseException) -> str:
     """Return an error's type and the beginning of what it says, in one line."""
+    if isinstance(error, Failed):
+        return str(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 

@@ -31,6 +31,7 @@ from measure import (
     environment,
     free,
     measure,
+    of_all_ranks,
     plot,
     say,
     sizes,
@@ -105,7 +106,7 @@ def run_shape(cfg: Config, shape: tuple[int, int, int], device: str, ep: Any) ->
     torch.manual_seed(rank)
     x = torch.randn(n_tokens, d_model, device=device, dtype=dtype)
     params = make_layer(cfg, d_model, n_experts, n_ranks, x)
-    candidates: dict[str, Candidate] = {}
+    made: dict[str, dict[str, Candidate]] = {}
     errors: dict[str, str] = {}
     for name in cfg.transports:
         if name == "local" and n_ranks > 1:
@@ -117,11 +118,12 @@ def run_shape(cfg: Config, shape: tuple[int, int, int], device: str, ep: Any) ->
                 options: dict[str, Any] = dict(d_model=d_model, n_experts=n_experts, top_k=cfg.top_k)
                 options |= dict(dtype=dtype, capacity_factor=cfg.capacity_factor, device=device)
                 via, half = (mk.rowwise(ep, n_tokens=n, **options) for n in (n_tokens, -(-n_tokens // 2)))
-            candidates |= parts(cfg, name, via, params, x, ep)
             vias = dict(none=via, two_batch=half, shared=via)
-            candidates |= layers(cfg, name, vias, params, x, ep)
+            made[name] = parts(cfg, name, via, params, x, ep) | layers(cfg, name, vias, params, x, ep)
         except Exception as e:
             errors[name] = describe(e)
+    errors = of_all_ranks(errors)  # a transport that failed on one rank is measured on none
+    candidates = {name: c for via, found in made.items() if via not in errors for name, c in found.items()}
     results = measure(candidates, device=device, errors=errors, rounds=cfg.rounds, slot=cfg.slot)
     results = [r for r in results if r.name != COPY]
     seconds = {r.name: r.seconds for r in results if r.seconds}

@@ -6,13 +6,17 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from scripts import as_main, on_ranks
+
+from moekit.testing import ranks
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -80,6 +84,47 @@ def test_a_candidate_that_raises_is_reported_and_the_others_are_timed():
     printed = measure.table(results)
     assert "raises         FAILED  RuntimeError: out of luck" in printed
     assert "absent         FAILED  ModuleNotFoundError: no such peer" in printed
+
+
+def failures_of_ranks():
+    """Return errors, and names of what was timed, where some candidates fail on rank 1 alone."""
+    sys.path.append(str(BENCHMARKS))
+    import measure
+
+    rank, calls, x = dist.get_rank(), {"first": 0, "third": 0}, torch.ones(1)
+
+    def fails(which, at):
+        calls[which] += 1
+        if rank == 1 and calls[which] >= at:
+            raise RuntimeError(f"no {which} call")
+
+    runs = {
+        "unmade": lambda: dist.all_reduce(x),  # on rank 0, which would wait in it for ever
+        "first": partial(fails, "first", 1),
+        "third": partial(fails, "third", 3),
+        "meets": lambda: dist.all_reduce(x),
+    }
+    candidates = {name: measure.Candidate(run=run) for name, run in runs.items()}
+    errors = {}
+    if rank == 1:
+        del candidates["unmade"]
+        errors["unmade"] = "OutOfMemoryError: no room"
+    results = measure.measure(candidates, errors=errors, rounds=3, slot=1e-3, device="cpu")
+    return {r.name: r.error for r in results}
+
+
+def test_what_fails_on_one_rank_is_measured_on_none_and_waits_for_nobody():
+    found = ranks(2, timeout=60)(failures_of_ranks)
+    assert (
+        found[0]
+        == found[1]
+        == {
+            **dict.fromkeys((measure.DENSE, measure.COPY, "meets")),
+            "unmade": "on rank 1: OutOfMemoryError: no room",
+            "first": "on rank 1: RuntimeError: no first call",
+            "third": "on rank 1: RuntimeError: no third call",
+        }
+    )
 
 
 def test_a_device_that_a_candidate_broke_ends_neither_the_run_nor_the_trace(monkeypatch, capsys):
