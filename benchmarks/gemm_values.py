@@ -29,7 +29,7 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
-from measure import Candidate, Column, Result, describe, free, measure, run_cases, say, sizes
+from measure import Candidate, Column, describe, free, known, measure, run_cases, say, sizes
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -181,11 +181,6 @@ class Sensors:
         return dict(
             sm_mhz=mean(self.clocks[name]), watts=mean(self.watts[name]), n_readings=len(self.watts[name])
         )
-
-
-def known(key: str) -> Callable[[Result], Any]:
-    """Return a column's value: what is known of a result beside its times."""
-    return lambda r: r.more.get(key)
 
 
 COLUMNS: list[Column] = [

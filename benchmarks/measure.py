@@ -427,8 +427,9 @@ def run_cases(
 ) -> dict[str, Any]:
     """Measure a config's shapes and return the record, written after each; one that raises ends no other.
 
-    ``more`` are columns of the tables beside the usual.
+    ``more`` are columns of the tables beside the usual. Where ranks measure together, the first one writes.
     """
+    first = not dist.is_initialized() or dist.get_rank() == 0
     check_run(cfg, cfg.device)
     versions = environment(cfg.device, packages)
     record: dict[str, Any] = dict(environment=versions, config=asdict(cfg), cases=[])
@@ -436,19 +437,31 @@ def run_cases(
     for text in cfg.shapes:
         case: dict[str, Any]
         try:
-            case = run_shape(cfg, text)
+            case = on_all_ranks(functools.partial(run_shape, cfg, text))
         except Exception as e:  # what its candidates share cannot be made: out of memory, as a rule
             case = dict(title=text, results=[Result(name=text, error=describe(e))])
-        print(f"\n{text}\n{table(case['results'], more)}\n", flush=True)
         record["cases"].append(case)
-        write_json(cfg.json, record)
+        if first:
+            print(f"\n{text}\n{table(case['results'], more)}\n", flush=True)
+            write_json(cfg.json, record)
         torch.compiler.reset()  # or it keeps what was compiled, and meets its limit of recompilations
         free(cfg.device)
-    plot(cfg.plot, {case["title"]: case["results"] for case in record["cases"]}, rate=rate)
+    if first:
+        plot(cfg.plot, {case["title"]: case["results"] for case in record["cases"]}, rate=rate)
     return record
 
 
 Column = tuple[str, Callable[[Result], Any], str]  # its title, its value, how that is printed
+
+
+def known(key: str, unit: float | None = None) -> Callable[[Result], Any]:
+    """Return a column's value: what is known of a result beside its times, numbers in a unit."""
+
+    def of(result: Result) -> Any:
+        value = result.more.get(key)
+        return value if value is None or unit is None else value / unit
+
+    return of
 
 
 def table(results: Sequence[Result], more: Sequence[Column] = ()) -> str:

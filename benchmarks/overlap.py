@@ -12,7 +12,7 @@ a layer with a shared expert: nothing beside anything, in two batches, and the s
 call that communicates. One GPU has no link: there a transport's copies alone run beside the experts.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,29 +20,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import tyro
-from measure import (
-    COPY,
-    DENSE,
-    Candidate,
-    Column,
-    Result,
-    check_run,
-    describe,
-    environment,
-    free,
-    measure,
-    of_all_ranks,
-    plot,
-    say,
-    sizes,
-    table,
-    write_json,
-)
+from measure import COPY, Candidate, check_run, describe, known, measure, of_all_ranks, run_cases, sizes
 from torch import Tensor
 
 import moekit as mk
+from moekit import overlap
 from moekit.mesh import world_size
-from moekit.overlap import beside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,44 +46,27 @@ class Config:
     slot: float = 0.25  # seconds a candidate and round
     json: Path | None = None
     plot: Path | None = None
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def main(cfg: Config) -> None:
-    """Measure on all ranks at once and write what rank 0 found, after each shape."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    check_run(cfg, device)
-    shapes = [sizes(text) for text in cfg.shapes]
-    mesh = mk.make_mesh(ep=world_size())
-    ep = None if mesh is None else mesh["ep"]
-    rank, n_ranks = (0, 1) if ep is None else (ep.get_local_rank(), ep.size())
-    record: dict[str, Any] = dict(environment=environment(device), config=asdict(cfg), ranks=n_ranks)
-    record["cases"] = []
-    for text, shape in zip(cfg.shapes, shapes, strict=True):
-        results = run_shape(cfg, shape, device, ep)
-        title = f"{text}, {n_ranks} ranks"
-        say(f"{title}\n{table(results, [column('hidden'), column('of none')])}")
-        record["cases"].append(dict(title=title, results=results))
-        if rank == 0:
-            write_json(cfg.json, record)
-        free(device)
-    if rank == 0:
-        layers = {
-            case["title"]: [r for r in case["results"] if r.name.startswith("layer") or r.name == DENSE]
-            for case in record["cases"]
-        }
-        plot(cfg.plot, layers, rate="flops")
+def main(cfg: Config) -> dict[str, Any]:
+    """Measure all shapes on all ranks at once, and return the record, which rank 0 writes."""
+    check_run(cfg, cfg.device)
+    for text in cfg.shapes:
+        sizes(text)
+    mesh = mk.make_mesh(ep=world_size(), device=cfg.device)
+    run = partial(run_shape, ep=None if mesh is None else mesh["ep"])
+    columns = [("hidden", known("hidden"), ".3f"), ("of none", known("of none"), ".3f")]
+    record = run_cases(cfg, run, rate="flops", packages=("quack-kernels",), more=columns)
     if mesh is not None:
         dist.destroy_process_group()
+    return record
 
 
-def column(name: str) -> Column:
-    """Return the column of a number that is found here alone."""
-    return name, lambda result: result.more.get(name), ".3f"
-
-
-def run_shape(cfg: Config, shape: tuple[int, int, int], device: str, ep: Any) -> list[Result]:
+def run_shape(cfg: Config, text: str, *, ep: Any) -> dict[str, Any]:
     """Measure one shape with every transport."""
-    n_tokens, d_model, n_experts = shape
+    n_tokens, d_model, n_experts = sizes(text)
+    device = cfg.device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     rank, n_ranks = (0, 1) if ep is None else (ep.get_local_rank(), ep.size())
     torch.manual_seed(rank)
@@ -134,7 +100,7 @@ def run_shape(cfg: Config, shape: tuple[int, int, int], device: str, ep: Any) ->
             result.more["hidden"] = (seconds[f"in turn, {name}"] - result.seconds) / shorter
         if result.seconds and (none := seconds.get(f"layer none, {name}")) and kind.startswith("layer"):
             result.more["of none"] = result.seconds / none
-    return results
+    return dict(title=f"{text}, {n_ranks} ranks", ranks=n_ranks, results=results)
 
 
 def make_layer(cfg: Config, d: int, n_experts: int, n_ranks: int, x: Tensor) -> dict[str, Any]:
@@ -180,15 +146,15 @@ def parts(
         compute()
 
     def at_once() -> None:
-        take = beside(communicate, x, urgent=True)
+        take = overlap.beside(communicate, x, urgent=True)
         compute()
         take()
 
     return {
         f"compute, {name}": Candidate(run=compute, flops=flops),
         f"communicate, {name}": Candidate(run=partial(communicate, x), bytes=moved),
-        f"in turn, {name}": Candidate(run=in_turn),
-        f"at once, {name}": Candidate(run=at_once),
+        f"in turn, {name}": Candidate(run=in_turn, flops=flops),
+        f"at once, {name}": Candidate(run=at_once, flops=flops),
     }
 
 
@@ -199,8 +165,8 @@ def layers(
     leaves = [params["router"], *params["experts"].values(), *params["shared"].values()]
     tokens, grad = x.clone().requires_grad_(), torch.randn_like(x)
 
-    def step(overlap: Any) -> None:
-        y, _ = mk.moe(params, tokens, top_k=cfg.top_k, via=vias[overlap], overlap=overlap, mesh=ep)
+    def step(how: Any) -> None:
+        y, _ = mk.moe(params, tokens, top_k=cfg.top_k, via=vias[how], overlap=how, mesh=ep)
         torch.autograd.grad(y, [tokens, *leaves], grad)
 
     flops = 18 * x.numel() * (cfg.top_k * cfg.d_expert + cfg.d_shared)

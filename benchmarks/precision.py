@@ -40,6 +40,7 @@ from measure import (
     environment,
     free,
     kernel_seconds,
+    known,
     plot,
     refuse_unknown,
     say,
@@ -302,11 +303,6 @@ def compare(
 
 
 # --- Table ----------------------------------------------------------------------------
-
-
-def known(key: str, unit: float = 1) -> Callable[[Result], float | None]:
-    """Return a column's value: what is known of a result beside its times, in a unit."""
-    return lambda r: r.more[key] / unit if key in r.more else None
 
 
 def ratio(group: str) -> Callable[[Result], float | None]:
