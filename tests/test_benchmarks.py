@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from scripts import as_main, on_ranks
 
+from moekit import _moe
 from moekit.testing import ranks
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -25,6 +26,7 @@ import gemm_values
 import measure
 import moe_kernels
 import moe_layer
+import overlap
 import peers
 import precision
 
@@ -534,12 +536,26 @@ def test_overlap_says_what_was_hidden_and_how_long_layers_take_in_each_way(n_ran
             shorter = min(seconds[f"compute, {via}"], seconds[f"communicate, {via}"])
             gained = seconds[f"in turn, {via}"] - seconds[f"at once, {via}"]
             assert results[f"at once, {via}"]["more"]["hidden"] == pytest.approx(gained / shorter)
-            for way in ("none", "two_batch", "shared"):
+            for way in ("none", "two_batch", "two_batch in turn", "shared"):
                 found, none = results[f"layer {way}, {via}"], results[f"layer none, {via}"]
                 assert found["more"]["of none"] == pytest.approx(found["seconds"] / none["seconds"])
     last = results["communicate, rowwise"]
     moved = last["bytes_per_second"] * last["seconds"] / (16 * 4)  # rows
     assert moved == pytest.approx(2 * (32 + 64)) if n_ranks == 1 else 0 < moved < 2 * 64
+
+
+def test_two_batches_in_turn_are_two_batches_without_a_stream_of_their_own(monkeypatch):
+    asked, counted, count = [], [], _moe.two_batch
+    monkeypatch.setattr(overlap.overlap, "_side_stream", lambda device, urgent: asked.append(urgent))
+    monkeypatch.setattr(_moe, "two_batch", lambda *fns, **more: counted.append(1) or count(*fns, **more))
+    cfg, x = overlap.Config(d_expert=8, d_shared=8, top_k=2, device="cpu"), torch.randn(6, 4)
+    params = overlap.make_layer(cfg, 4, 4, 1, x)
+    runs = overlap.layers(cfg, "local", dict.fromkeys(("none", "two_batch"), "local"), params, x, None)
+    runs["layer none, local"].run()
+    runs["layer two_batch in turn, local"].run()
+    assert len(counted) == 1 and not asked
+    runs["layer two_batch, local"].run()
+    assert len(counted) == 2 and asked
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
