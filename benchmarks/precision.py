@@ -60,9 +60,9 @@ from moekit.tree import map_named, named
 
 ALONE = tuple(role for role in precision.ROLES if role != "dispatch_payload")  # on one GPU nothing travels
 BF16, ALL, HOLLOW, TORCHAO = "bf16", "all", "all, hollow parameters", "torchao"
-WEIGHT_GRADS, SAVED = "all, fp8 weight gradients", "all, saved in fp8"
-HOLLOW_SAVED = "all, saved in fp8, hollow parameters"
-IN_THE_CALL = "all, fp8 weight gradients, weights rounded in the call"
+WEIGHT_GRADS, SAVED = "all, weight gradients too", "all, saved activations too"
+HOLLOW_SAVED = "all, saved activations too, hollow parameters"
+IN_THE_CALL = "all, weight gradients too, weights rounded in the call"
 DENSE_WEIGHT_GRAD = "dense_weight_grad with both dense roles"  # alone it has no effect
 ROLES = tuple(DENSE_WEIGHT_GRAD if role == "dense_weight_grad" else role for role in ALONE)
 BY_PART = {
@@ -80,7 +80,7 @@ class Config:
 
     parts: tuple[Literal["step", "layer", "whole_step"], ...] = ("step", "layer", "whole_step")
     candidates: tuple[str, ...] = CANDIDATES
-    form: Literal["fp8_rowwise", "mxfp8", "mxfp8_floor", "mxfp8_e5m2"] = "fp8_rowwise"
+    form: precision.FormatName = "fp8_rowwise"
     emulate: bool = False  # formats that the device has no units for; on CPUs it has none
     n_experts: int = 8
     batch_size: int = 2  # sequences of a micro-batch
@@ -106,7 +106,7 @@ Policies = Mapping[str, Precision]
 Built = tuple[Callable[[], object], dict[str, Any]]  # a candidate's run, and what is known of it
 
 
-def make_policies(form: precision.Role, emulate: bool) -> dict[str, Precision]:
+def make_policies(form: precision.FormatName, emulate: bool) -> dict[str, Precision]:
     """Return what each candidate rounds."""
     roles: dict[str, dict[str, Any]] = {name: {role: form} for name, role in zip(ROLES, ALONE, strict=True)}
     roles[DENSE_WEIGHT_GRAD] |= dict(attention_projections=form, feed_forward=form)

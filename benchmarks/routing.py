@@ -20,7 +20,7 @@ import moekit as mk
 from moekit import balance
 
 
-class Routing(NamedTuple):
+class RoutingChoice(NamedTuple):
     """What a ``--routing`` says."""
 
     kind: str
@@ -29,19 +29,19 @@ class Routing(NamedTuple):
 
 
 @functools.cache
-def parse_routing(text: str) -> Routing:
+def parse_routing(text: str) -> RoutingChoice:
     """Return what a ``--routing`` says, with its recording read; end the program where it says nothing."""
     kind, _, about = text.partition(":")
     if kind.startswith("dirichlet") and not about:
         kind, about = "dirichlet", kind.removeprefix("dirichlet")  # dirichlet2, as shapes have it
     try:
         if text in ("random", "uniform"):
-            return Routing(text)
+            return RoutingChoice(text)
         if kind == "dirichlet":
             balance.dirichlet_shares(float(about), 1)  # or it raises
-            return Routing(kind, concentration=float(about))
+            return RoutingChoice(kind, concentration=float(about))
         if kind == "recorded":
-            return Routing(kind, recording=balance.read_recording(about))
+            return RoutingChoice(kind, recording=balance.read_recording(about))
     except (ValueError, OSError) as error:
         raise SystemExit(f"{_KINDS}, got {text!r}: {error}") from None
     raise SystemExit(f"{_KINDS}, got {text!r}")

@@ -16,7 +16,7 @@ FORMATS = {
     "mxfp8_floor": replace(MX, rounding="floor"),
     "mxfp8_e5m2": replace(MX, elements=torch.float8_e5m2),
 }
-Role = Literal["fp8_rowwise", "mxfp8", "mxfp8_floor", "mxfp8_e5m2"] | None
+FormatName = Literal["fp8_rowwise", "mxfp8", "mxfp8_floor", "mxfp8_e5m2"]  # the keys of FORMATS
 
 # What is not rounded, and why.
 STAYS = {
@@ -61,13 +61,13 @@ class Precision:
         For a format that a role does not have.
     """
 
-    attention_projections: Role = None
-    feed_forward: Role = None
-    dense_weight_grad: Role = None
-    experts_forward: Role = None
-    experts_input_grad: Role = None
-    experts_weight_grad: Role = None
-    saved_activations: Role = None
+    attention_projections: FormatName | None = None
+    feed_forward: FormatName | None = None
+    dense_weight_grad: FormatName | None = None
+    experts_forward: FormatName | None = None
+    experts_input_grad: FormatName | None = None
+    experts_weight_grad: FormatName | None = None
+    saved_activations: FormatName | None = None
     dispatch_payload: Literal["fp8_rowwise"] | None = None
     router: Literal["float32"] = "float32"
     gradient_accumulation: Literal["float32"] = "float32"
@@ -171,7 +171,7 @@ STORED = ("saved_activations", "dispatch_payload")  # nothing multiplies them as
 EXPERTS = ("experts_forward", "experts_input_grad", "experts_weight_grad")
 
 
-def all_products(form: Role, **changes: Any) -> Precision:
+def all_products(form: FormatName | None, **changes: Any) -> Precision:
     """Return a policy of one format for all products but weights' gradients, and ``changes``."""
     products = Precision(
         attention_projections=form, feed_forward=form, experts_forward=form, experts_input_grad=form

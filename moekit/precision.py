@@ -13,8 +13,8 @@ from moekit._policy import (
     MXFP8 as MXFP8,
     PRESETS as PRESETS,
     ROLES as ROLES,
+    FormatName as FormatName,
     Precision as Precision,
-    Role as Role,
     all_products as all_products,
     preset as preset,
 )

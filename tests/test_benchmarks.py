@@ -319,7 +319,7 @@ def test_each_role_of_a_policy_has_a_row_with_its_time_and_what_it_loses(tmp_pat
     # Of the weights' gradients of experts alone, nothing else is rounded.
     experts, *others = (rows["experts_weight_grad"]["more"]["sqnr_db"][x] for x in ("experts", "head", "ffn"))
     assert experts < 60 and all(x is None or x > 90 for x in others)
-    both = parts["layer 256x64x8"]["all, fp8 weight gradients"], parts["layer 256x64x8"]["all"]
+    both = parts["layer 256x64x8"]["all, weight gradients too"], parts["layer 256x64x8"]["all"]
     assert both[0]["more"]["sqnr_db"]["down"] < both[1]["more"]["sqnr_db"]["down"]
     assert "sqnr_db" not in parts["whole_step"]["all"]["more"] and parts["whole_step"]["all"]["seconds"] > 0
     assert cfg.plot.stat().st_size > 0
