@@ -2,30 +2,29 @@
 
 ``jaxtyping.jaxtyped`` is replaced before the import hook is installed: the hook decorates every function of
 moekit with it, what it makes cannot be traced, and making and calling it takes longer than a small test does.
-So it checks annotations with shapes, and beartype alone the others.
+Here closures of one definition share their checks, and each argument is checked once.
 """
 
 import dataclasses
 import functools
 import inspect
+from contextlib import nullcontext
 from typing import get_args
 
 import jaxtyping
 
 _jaxtyped = jaxtyping.jaxtyped
-_checks = {}  # by code: closures of one definition share theirs
+_checks = {}  # by code
 
 
 def _has_shapes(annotation):
-    if isinstance(annotation, str):
-        return True  # it may; and jaxtyping lets pass what is imported for type checkers alone
     if inspect.isclass(annotation) and issubclass(annotation, jaxtyping.AbstractArray):
         return True
     return any(map(_has_shapes, get_args(annotation)))
 
 
 def _checks_of(plain, typechecker):
-    """Return what checks arguments and what checks a result; neither calls ``plain``."""
+    """Return what checks arguments, what checks a result, and what letters of shapes are bound in."""
 
     @functools.wraps(plain)
     def arguments(*args, **kwargs):
@@ -34,11 +33,23 @@ def _checks_of(plain, typechecker):
     def result(out):
         pass
 
-    arguments.__annotations__ = dict(plain.__annotations__)
-    result.__annotations__ = {"out": arguments.__annotations__.pop("return", object)}
+    hints = {name: hint for name, hint in plain.__annotations__.items() if not isinstance(hint, str)}
+    letters = any(map(_has_shapes, hints.values()))
+    result.__annotations__ = {"out": hints.pop("return", object)}
+    arguments.__annotations__ = hints
     checks = typechecker(arguments), typechecker(result)
-    del arguments.__wrapped__  # else the first closure would live as long as its check
-    return checks
+    del arguments.__wrapped__  # else the first closure would live as long as its checks
+    return *checks, functools.partial(_jaxtyped, "context") if letters else nullcontext
+
+
+def _explain(plain, typechecker, args, kwargs, out=None):
+    """Raise jaxtyping's error for what was found wrong: it says what each letter stands for."""
+
+    @functools.wraps(plain)
+    def call(*args, **kwargs):
+        return out
+
+    _jaxtyped(typechecker=typechecker)(call)(*args, **kwargs)
 
 
 def _in_eager_code(plain, typechecker):
@@ -46,17 +57,23 @@ def _in_eager_code(plain, typechecker):
 
     if not plain.__annotations__:
         return plain
-    if any(map(_has_shapes, plain.__annotations__.values())):
-        checked = _jaxtyped(typechecker=typechecker)(plain)
-    else:
-        if plain.__code__ not in _checks:
-            _checks[plain.__code__] = _checks_of(plain, typechecker)
-        arguments, result = _checks[plain.__code__]
+    if plain.__code__ not in _checks:
+        _checks[plain.__code__] = _checks_of(plain, typechecker)
+    arguments, result, letters = _checks[plain.__code__]
 
-        def checked(*args, **kwargs):
-            arguments(*args, **kwargs)
+    def checked(*args, **kwargs):
+        with letters():
+            try:
+                arguments(*args, **kwargs)
+            except Exception:
+                _explain(plain, typechecker, args, kwargs)
+                raise
             out = plain(*args, **kwargs)
-            result(out)
+            try:
+                result(out)
+            except Exception:
+                _explain(plain, typechecker, args, kwargs, out)
+                raise
             return out
 
     @functools.wraps(plain)
