@@ -105,7 +105,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     ValueError
         When a mesh of several axes lacks one of the two.
     """
-    return mesh if mesh.ndim == 1 else _edp_ep("data_mesh", mesh)._flatten("dp")
+    return mesh if mesh.ndim == 1 else edp_ep("data_mesh", mesh)._flatten("dp")
 
 
 @functools.cache
@@ -120,7 +120,14 @@ def ends_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, ends, mesh_dim_names=("ends",))
 
 
-def _edp_ep(who: str, mesh: DeviceMesh) -> DeviceMesh:
+def edp_ep(who: str, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axes (edp, ep) of a mesh: the ranks that share a batch.
+
+    Raises
+    ------
+    ValueError
+        When ``mesh`` lacks one of the two, in the name of ``who`` needs them.
+    """
     axes = mesh.mesh_dim_names or ()
     if not {"edp", "ep"} <= set(axes):
         raise ValueError(
@@ -219,7 +226,7 @@ def layout(name: str, mesh: DeviceMesh) -> tuple[DeviceMesh, tuple[Placement, ..
         When ``mesh`` lacks an axis that the leaf needs.
     """
     if "experts" in name.split("."):
-        return _edp_ep(f"the placement of {name}", mesh), (Replicate(), Shard(0))
+        return edp_ep(f"the placement of {name}", mesh), (Replicate(), Shard(0))
     return data_mesh(mesh), (Replicate(),)
 
 

@@ -24,6 +24,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from moekit.mesh import edp_ep
+
 Rows = Int[Tensor, "m s l E"]
 
 
@@ -153,19 +155,16 @@ def fullest(
     n_ranks : int, optional
         Ranks that share a copy of the experts, or would; by default those of ep.
     mesh : DeviceMesh, optional
-        Axes (edp, ep), or ep alone. The first rank of each group returns its rows, others 0.
+        Axes (edp, ep). The first rank of each group returns its rows, others 0.
 
     Raises
     ------
     ValueError
-        When ``mesh`` has other axes, and as :func:`rank_load`.
+        When ``mesh`` lacks one of the axes, and as :func:`rank_load`.
     """
-    ep, group, n_groups = mesh, 0, 1
-    if mesh is not None and mesh.ndim > 1:
-        if not {"edp", "ep"} <= set(mesh.mesh_dim_names or ()):
-            raise ValueError(
-                f"fullest needs a mesh of the axes edp and ep, or of ep, got {mesh.mesh_dim_names}"
-            )
+    ep, group, n_groups = None, 0, 1
+    if mesh is not None:
+        mesh = edp_ep("fullest", mesh)
         ep, group, n_groups = mesh["ep"], mesh["edp"].get_local_rank(), mesh["edp"].size()
     if n_ranks is None:
         n_ranks = 1 if ep is None else ep.size()
