@@ -519,8 +519,8 @@ def next_token_loss(
     stats : dict of Tensor
         ``cross_entropy``, ``load_balancing``, ``router_z``, ``head_z``: shares of the means, unweighted,
         summed over layers; ``counts`` (l, E) int64: rows per expert of this call, padding left out;
-        ``computed`` (l, E) int64: likewise, with padding and without what was dropped, and ``fullest`` (l, g)
-        int64: those of the fullest rank of each of the g = edp groups that share a copy of the experts
+        ``computed`` (l, E) int64: likewise, with padding and without what was dropped, and ``fullest`` (l, c)
+        int64: those of the fullest rank of each of the c = edp copies of the experts
         (:func:`moekit.balance.fullest`); ``router_entropy``: a share of the mean over tokens and layers, in
         nats; ``n_targets`` int64: of this call; ``n_routes`` and ``n_dropped`` int64: the routes of all
         layers, padding included, and those that ``via`` had no room for.

@@ -7,7 +7,7 @@ r"""Train one small model under each way to balance its experts, and show what r
 Every step has the same rows under every way: one micro-batch's worth of each domain of text. Sorted, each
 micro-batch is of one domain; mixed, each has as much of every one. A loss over the global batch sees no
 difference. Ranks that share the experts do: they wait for the fullest of them in every micro-batch. One
-process trains, and counts what ``expert_ranks`` would wait.
+process trains, and counts what ``ep`` ranks would wait.
 
 Prints the loss on held-out text of each way, and how much longer than with even rows the experts take: as a
 step's sums show it, and as ranks wait. Expect sorted batches to wait though their sums are even.
@@ -41,7 +41,7 @@ class Config:
     n_steps: int = 600
     rows_per_domain: int = 8  # of a step, and so of a micro-batch
     seq_len: int = 128  # bytes
-    expert_ranks: int = 4  # that would share the experts
+    ep: int = 4  # ranks that would share the experts
     balance_weight: float = 0.02  # of each loss
     bias_rate: float = 1e-3  # of each bias, in router scores
     window: int = 20  # steps whose load moves the bias of "bias over a window"
@@ -63,11 +63,11 @@ base = mk.ModelConfig(
 WAYS = {  # of the micro-batches' rows, of the loss, of the bias
     "batch, mixed": ("mixed", dict(balance_population="batch"), 0),
     "batch": ("sorted", dict(balance_population="batch"), 0),
-    "batch, ranks": ("sorted", dict(balance_population="batch", balance_groups=cfg.expert_ranks), 0),
+    "batch, ranks": ("sorted", dict(balance_population="batch", balance_groups=cfg.ep), 0),
     "micro-batch": ("sorted", dict(balance_population="micro_batch"), 0),
     "micro-batch, ranks": (
         "sorted",
-        dict(balance_population="micro_batch", balance_groups=cfg.expert_ranks),
+        dict(balance_population="micro_batch", balance_groups=cfg.ep),
         0,
     ),
     "document": ("sorted", dict(balance_population="document"), 0),
@@ -145,7 +145,7 @@ def study(order, loss, window):
         biases = balance.next_bias(biases, load, rate=cfg.bias_rate if window else 0.0)
         recording = balance.record_step(kept, batch, config=model)
         rows = balance.recorded_rows(recording, 0, n_microbatches=len(train))
-        gaps.append(balance.gerrymandering_gap(rows, cfg.expert_ranks))
+        gaps.append(balance.gerrymandering_gap(rows, cfg.ep))
     with torch.no_grad():
         each = [mk.next_token_loss(params, batch, config=model, biases=biases)[1] for batch in held_out]
     found = {name: [getattr(gap, name).mean().item() for gap in gaps] for name in ("seen", "waited")}

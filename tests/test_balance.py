@@ -218,7 +218,7 @@ def test_counts_without_a_mask_are_those_of_the_routing():
             "needs a load (4,) for population 'batch' alone, got (4,) for 'rank'",
         ),
         (dict(population="batch", load=torch.ones(1)), "needs a load (4,) for population 'batch'"),
-        (dict(population="rank", n_groups=3), "rank_load needs n_ranks that divides 4 experts, got 3"),
+        (dict(population="rank", n_groups=3), "needs n_groups that divides 4 experts, got 3"),
     ],
 )
 def test_bad_populations_are_refused(unchecked, options, message):

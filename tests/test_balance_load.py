@@ -41,7 +41,7 @@ def test_evenness_by_hand():
 def test_a_ranks_load_is_that_of_its_experts():
     rows = torch.tensor([[1, 2, 3, 4, 5, 6]])
     assert rank_load(rows, 3).tolist() == [[3, 7, 11]] and rank_load(rows, 1).tolist() == [[21]]
-    with refuses("rank_load needs n_ranks that divides 6 experts, got 4"):
+    with refuses("rank_load needs ep that divides 6 experts, got 4"):
         rank_load(rows, 4)
 
 
@@ -54,50 +54,50 @@ def test_ranks_wait_for_the_fullest_in_every_micro_batch_and_layer():
     assert fullest(rows[0, 0]).tolist() == [[8], [8]]  # one rank has all
 
 
-def test_ranks_wait_for_their_own_group_and_the_step_for_the_slowest_group():
-    first = [[[3, 1, 0, 0], [1, 1, 1, 1]], [[2, 0, 1, 1], [1, 1, 1, 1]]]  # (groups, their ranks, experts)
+def test_ranks_wait_for_their_own_copy_and_the_step_for_the_slowest_copy():
+    first = [[[3, 1, 0, 0], [1, 1, 1, 1]], [[2, 0, 1, 1], [1, 1, 1, 1]]]  # (copies, their ranks, experts)
     second = [[[4, 0, 0, 0], [0, 0, 2, 2]], [[0, 0, 4, 0], [0, 0, 0, 4]]]
-    load = [[[6, 2], [4, 4]], [[4, 4], [0, 8]]]  # of the ranks of each group, two experts each
+    load = [[[6, 2], [4, 4]], [[4, 4], [0, 8]]]  # of the ranks of each copy, two experts each
     rows = torch.tensor([first, second])
     assert rows.sum(2).unflatten(-1, (2, 2)).sum(-1).tolist() == load
     rows = rows.flatten(1, 2)[:, :, None]  # one layer
-    assert wait(rows, 2, n_groups=2).tolist() == [[(2 + 0) / 2], [(0 + 4) / 2]]
-    found = step_wait(rows, 2, n_groups=2)
-    assert found.rows == (4 + 8) - (16 + 16) / 4  # the second group's, less the mean
+    assert wait(rows, 2, edp=2).tolist() == [[(2 + 0) / 2], [(0 + 4) / 2]]
+    found = step_wait(rows, 2, edp=2)
+    assert found.rows == (4 + 8) - (16 + 16) / 4  # the second copy's, less the mean
     assert (found.waited.item(), found.waited_in_all.item()) == ((10 + 12) / 2 / 8, 12 / 8)
-    assert found.seen.item() == found.seen_in_all.item() == 18 / 16  # of both groups' ranks 0 and 1
-    gap = gerrymandering_gap(rows, 2, n_groups=2)
+    assert found.seen.item() == found.seen_in_all.item() == 18 / 16  # of both copies' ranks 0 and 1
+    gap = gerrymandering_gap(rows, 2, edp=2)
     assert (gap.waited, gap.seen) == (found.waited, found.seen)
     other_way_round = rows.unflatten(1, (2, 2)).flip(1).flatten(1, 2)
-    both = step_wait(torch.cat([rows, other_way_round], 2), 2, n_groups=2)
-    assert both.rows == (12 + 10) - 2 * 8  # groups do not meet in each layer: either takes 22
-    assert wait(rows, 2).tolist() == [[2.0], [4.0]]  # one group of all: 10 and 6, 4 and 12
+    both = step_wait(torch.cat([rows, other_way_round], 2), 2, edp=2)
+    assert both.rows == (12 + 10) - 2 * 8  # copies do not meet in each layer: either takes 22
+    assert wait(rows, 2).tolist() == [[2.0], [4.0]]  # one copy on all: 10 and 6, 4 and 12
     for wrong in (0, 3):
-        with refuses(f"wait needs n_groups that divides 4 source ranks, got {wrong}"):
-            wait(rows, 2, n_groups=wrong)
+        with refuses(f"wait needs edp that divides 4 source ranks, got {wrong}"):
+            wait(rows, 2, edp=wrong)
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.sampled_from([1, 2, 4]), st.data())
-def test_groups_are_each_as_if_alone_and_the_slowest_ends_the_step(m, g, n_layers, p, data):
+def test_copies_are_each_as_if_alone_and_the_slowest_ends_the_step(m, g, n_layers, p, data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    of_groups = torch.randint(0, 9, (g, m, 2, n_layers, 2 * p), generator=generator)
-    rows = torch.cat(list(of_groups), 1)
-    alone = [wait(one, p) for one in of_groups]
-    torch.testing.assert_close(wait(rows, p, n_groups=g), torch.stack(alone).mean(0))
-    times = [rank_load(one.sum(1), p).amax(-1).sum().item() for one in of_groups]
-    found, even = step_wait(rows, p, n_groups=g), rows.sum().item() / (g * p)
+    of_copies = torch.randint(0, 9, (g, m, 2, n_layers, 2 * p), generator=generator)
+    rows = torch.cat(list(of_copies), 1)
+    alone = [wait(one, p) for one in of_copies]
+    torch.testing.assert_close(wait(rows, p, edp=g), torch.stack(alone).mean(0))
+    times = [rank_load(one.sum(1), p).amax(-1).sum().item() for one in of_copies]
+    found, even = step_wait(rows, p, edp=g), rows.sum().item() / (g * p)
     assert found.rows.item() == pytest.approx(max(times) - even, abs=1e-9)
     assert (found.waited >= found.seen - 1e-12).all()
     assert found.waited_in_all >= found.seen_in_all - 1e-12
     if even:
         assert found.waited_in_all.item() == pytest.approx(max(times) / even)
-    alike = step_wait(of_groups[:1].expand(3, -1, -1, -1, -1).transpose(0, 1).flatten(1, 2), p, n_groups=3)
-    one = step_wait(of_groups[0], p)
+    alike = step_wait(of_copies[:1].expand(3, -1, -1, -1, -1).transpose(0, 1).flatten(1, 2), p, edp=3)
+    one = step_wait(of_copies[0], p)
     assert all(torch.allclose(x, y) for x, y in zip(alike, one, strict=True))
 
 
 @pytest.mark.parametrize(("edp", "ep"), [(1, 4), (2, 2), (4, 1)])
-def test_shares_of_ranks_add_up_to_the_rows_of_each_groups_fullest_rank(edp, ep):
+def test_shares_of_ranks_add_up_to_the_rows_of_each_copys_fullest_rank(edp, ep):
     rows = torch.randint(0, 9, (2, 4, 3, 8), generator=torch.Generator().manual_seed(0))  # m, s, l, E
 
     def share():
@@ -110,7 +110,7 @@ def test_shares_of_ranks_add_up_to_the_rows_of_each_groups_fullest_rank(edp, ep)
 
     for found in ranks(4)(share):
         assert found.shape == (3, edp)
-        of_sums, of_rows = wait_of_sums(rows.sum((0, 1)), found, ep), step_wait(rows, ep, n_groups=edp)
+        of_sums, of_rows = wait_of_sums(rows.sum((0, 1)), found, ep), step_wait(rows, ep, edp=edp)
         assert all(torch.equal(x, y) for x, y in zip(of_sums, of_rows, strict=True))
 
 
@@ -122,15 +122,15 @@ def test_a_mesh_of_other_axes_is_refused(unchecked):
         fullest(torch.ones(6, dtype=torch.int64), mesh=mesh)
 
 
-@pytest.mark.parametrize("n_ranks", [2, 4, 8])
-def test_tokens_sorted_by_domain_look_even_and_make_ranks_wait(n_ranks):
-    rows = sorted_by_domain(n_ranks)
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_tokens_sorted_by_domain_look_even_and_make_ranks_wait(ep):
+    rows = sorted_by_domain(ep)
     assert evenness(rows.sum((0, 1, 2))).max_over_mean == 1.0  # what is logged of a step elsewhere
-    gap = gerrymandering_gap(rows, n_ranks)
-    assert (gap.waited.item(), gap.seen.item(), gap.loss.item()) == (n_ranks, 1.0, 1.0)
-    assert gerrymandering_gap(rows, n_ranks, population="micro_batch").loss.item() == n_ranks
-    per_micro_batch = 1024 * 2 * n_ranks
-    assert wait(rows, n_ranks).flatten().tolist() == [per_micro_batch * (1 - 1 / n_ranks)] * n_ranks
+    gap = gerrymandering_gap(rows, ep)
+    assert (gap.waited.item(), gap.seen.item(), gap.loss.item()) == (ep, 1.0, 1.0)
+    assert gerrymandering_gap(rows, ep, population="micro_batch").loss.item() == ep
+    per_micro_batch = 1024 * 2 * ep
+    assert wait(rows, ep).flatten().tolist() == [per_micro_batch * (1 - 1 / ep)] * ep
 
 
 @given(st.integers(1, 5), st.integers(1, 7), st.integers(1, 50), st.floats(0, 1))
@@ -154,9 +154,9 @@ def test_ranks_wait_the_longer_the_more_tokens_are_sorted_and_the_more_micro_bat
         dict(n_microbatches=0), dict(per_rank=0),
         dict(n_rows=-1), dict(sortedness=1.5), dict(sortedness=-0.5)
     ):  # fmt: skip
-        with refuses("needs n_ranks, per_rank and n_microbatches >= 1, n_rows >= 0 and sortedness in [0, 1]"):
+        with refuses("needs ep, per_rank and n_microbatches >= 1, n_rows >= 0 and sortedness in [0, 1]"):
             sorted_by_domain(4, **wrong)
-    with refuses("n_microbatches >= 1, n_rows >= 0 and sortedness in [0, 1], got n_ranks=0, per_rank=2, n_m"):
+    with refuses("n_microbatches >= 1, n_rows >= 0 and sortedness in [0, 1], got ep=0, per_rank=2, n_m"):
         sorted_by_domain(0)
 
 
@@ -181,7 +181,7 @@ def test_the_rows_of_several_steps_are_not_taken_for_those_of_one(load_of, unche
 def test_no_rows_are_even():
     gap = gerrymandering_gap(torch.zeros(2, 1, 3, 4, dtype=torch.int64), 2)
     assert all(x.tolist() == [1.0] * 3 for x in gap) and not wait(torch.zeros(1, 1, 1, 4).long(), 4).any()
-    found = step_wait(torch.zeros(2, 2, 3, 4, dtype=torch.int64), 2, n_groups=2)
+    found = step_wait(torch.zeros(2, 2, 3, 4, dtype=torch.int64), 2, edp=2)
     assert (found.waited_in_all, found.seen_in_all, found.rows) == (1, 1, 0)
 
 

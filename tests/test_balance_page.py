@@ -31,7 +31,7 @@ from moekit.balance.__main__ import main
 from moekit.balance._page import make_page, make_table, read_rows
 
 POPULATIONS = {"rank": "rank", "micro_batch": "microBatch", "batch": "batch"}
-START = dict(n_ranks=4, per_rank=2, n_microbatches=4, n_rows=1024, sortedness=1.0)
+START = dict(ep=4, per_rank=2, n_microbatches=4, n_rows=1024, sortedness=1.0)
 
 
 def draw_rows(n=3, m=4, s=4, n_layers=2, e=12):
@@ -128,12 +128,12 @@ def test_the_pages_numbers_are_those_of_the_library():
     close = functools.partial(pytest.approx, rel=1e-12, abs=1e-12)
     for (step, layer, p, g), (gap, waits, of_experts) in zip(where, found, strict=True):
         here = rows[step, :, :, layer, None]
-        want = gerrymandering_gap(here, p, n_groups=g)
+        want = gerrymandering_gap(here, p, edp=g)
         assert (gap["waited"], gap["seen"]) == close((want.waited.item(), want.seen.item()))
         for population, name in POPULATIONS.items():
             loss = gerrymandering_gap(here, p, population=population).loss.item()
             assert gap["loss"][name] == close(loss)
-        assert waits == close(wait(here, p, n_groups=g).flatten().tolist())
+        assert waits == close(wait(here, p, edp=g).flatten().tolist())
         want = evenness(here.sum((0, 1, 2)))
         assert list(of_experts.values()) == close([x.item() for x in want])
 
@@ -182,15 +182,15 @@ def test_the_page_needs_no_other_file_and_no_network():
 
 def test_the_page_holds_the_rows_it_was_given():
     rows = draw_rows()
-    data = Elements(make_page(dict(n_ranks=3, name="a.npy"), rows)).embedded()
+    data = Elements(make_page(dict(ep=3, name="a.npy"), rows)).embedded()
     assert torch.tensor(data.pop("rows")).view(data.pop("shape")).equal(rows)
-    assert data == dict(n_ranks=3, name="a.npy")
+    assert data == dict(ep=3, name="a.npy")
     assert Elements(make_page(START)).embedded() == START | dict(shape=None, rows=None)
 
 
 def test_a_name_cannot_end_the_pages_script():
     name = "</script><script>alert(1)</script><!--"
-    elements = Elements(make_page(dict(n_ranks=1, name=name), draw_rows()))
+    elements = Elements(make_page(dict(ep=1, name=name), draw_rows()))
     assert elements.embedded()["name"] == name and len(elements.named("script")) == 3
 
 
@@ -249,13 +249,13 @@ def numbers(elements):
 def expected_numbers(rows, p, g=1):
     """Return what the cells show of the rows (m, s, 1, E) of one layer."""
     losses = {name: gerrymandering_gap(rows, p, population=name).loss.item() for name in POPULATIONS}
-    gap, of_experts = gerrymandering_gap(rows, p, n_groups=g), evenness(rows.sum((0, 1, 2)))
+    gap, of_experts = gerrymandering_gap(rows, p, edp=g), evenness(rows.sum((0, 1, 2)))
     waited, seen = gap.waited.item(), gap.seen.item()
     values = dict(seen=seen, waited=waited, gap=waited - seen, maxOverMean=of_experts.max_over_mean.item())
     values |= dict(variation=of_experts.coefficient_of_variation.item(), entropy=of_experts.entropy.item())
     values |= dict(lossRank=losses["rank"], lossMicroBatch=losses["micro_batch"], lossBatch=losses["batch"])
     texts = dict(dead=f"{of_experts.n_dead.item()}", idle=f"{100 * (1 - 1 / waited):.0f} %")
-    texts["rowsWaited"] = f"{wait(rows, p, n_groups=g).sum().item():,.0f}"
+    texts["rowsWaited"] = f"{wait(rows, p, edp=g).sum().item():,.0f}"
     return {name: f"{value:.2f}" for name, value in values.items()} | texts
 
 
@@ -276,12 +276,15 @@ def test_in_a_browser_the_page_shows_the_recorded_step_and_layer(shown):
     rows = draw_rows()
     moved = 'for (const [id, x] of [["step", 2], ["layer", 1]]) document.getElementById(id).value = x; '
     moved += 'document.getElementById("step").dispatchEvent(new Event("input", { bubbles: true }));'
-    elements = shown(make_page(dict(n_ranks=3, n_groups=2, name="rows <b>.npy"), rows), moved)
+    elements = shown(make_page(dict(ep=3, edp=2, name="rows <b>.npy"), rows), moved)
     assert numbers(elements) == expected_numbers(rows[2, :, :, 1:], 3, 2)
     captions = [text.rpartition(" ")[0] for _, text in elements.named("figcaption")]
-    assert captions == [f"micro-batch {i}, group {j}" for i in range(4) for j in range(2)] + ["step"]
+    assert captions == [f"micro-batch {i}, copy {j}" for i in range(4) for j in range(2)] + ["step"]
     ((_, source),) = elements.named("span", id="source")
-    assert "wait for the fullest of their own group, of 2; numbers are means over groups" in source
+    assert (
+        "wait for the fullest that shares their copy of the experts, of 2; numbers are means over copies"
+        in source
+    )
     assert source.startswith("Shown: rows <b>.npy, ") and "(steps, micro-batches, source ranks" in source
     hidden = [a for a, _ in elements.named("div") if "hidden" in a]
     assert [a["class"] for a in hidden] == ["constructed"] * 4
@@ -344,9 +347,9 @@ def test_the_table_has_a_line_a_step_and_layer():
         ["0", "1", "1.25", "1.50", "1.50", "1.00", "1.00", "0.00", "0"],
     ]
     even = torch.tensor([[2, 2, 2, 2], [1, 1, 1, 1]]).expand(1, 2, 1, 2, 4)
-    of_two = torch.cat([rows, even], 2)  # a second group
+    of_two = torch.cat([rows, even], 2)  # a second copy
     *_, last = make_table(of_two, 2, 2).splitlines()
-    assert last == "   0   all   until the slowest group ends  1.00   1.67   0.67            8"
+    assert last == "   0   all   until the slowest copy ends   1.00   1.67   0.67            8"
 
 
 def test_the_command_prints_the_table_or_writes_the_page(tmp_path, monkeypatch, capsys):
@@ -360,26 +363,26 @@ def test_the_command_prints_the_table_or_writes_the_page(tmp_path, monkeypatch, 
     page = tmp_path / "a.html"
     assert command(monkeypatch, capsys, "--html", page) == f"wrote {page}\n"
     assert Elements(page.read_text()).embedded() == START | dict(shape=None, rows=None)
-    command(monkeypatch, capsys, "--rows", tmp_path / "a.npy", "--html", page, "--n-ranks", 3)
-    assert page.read_text() == make_page(dict(n_ranks=3, n_groups=1, name="a.npy"), rows)
-    of_groups = ("--rows", tmp_path / "a.npy", "--n-groups", 2)
-    assert command(monkeypatch, capsys, *of_groups) == make_table(rows, 2, 2) + "\n"
-    command(monkeypatch, capsys, *of_groups, "--html", page)
-    assert page.read_text() == make_page(dict(n_ranks=2, n_groups=2, name="a.npy"), rows)
+    command(monkeypatch, capsys, "--rows", tmp_path / "a.npy", "--html", page, "--ep", 3)
+    assert page.read_text() == make_page(dict(ep=3, edp=1, name="a.npy"), rows)
+    of_copies = ("--rows", tmp_path / "a.npy", "--edp", 2)
+    assert command(monkeypatch, capsys, *of_copies) == make_table(rows, 2, 2) + "\n"
+    command(monkeypatch, capsys, *of_copies, "--html", page)
+    assert page.read_text() == make_page(dict(ep=2, edp=2, name="a.npy"), rows)
 
 
 def test_the_command_deals_a_recording_to_ranks_and_micro_batches(tmp_path, monkeypatch, capsys):
     ids = torch.randint(0, 8, (2, 6, 3, 5, 2), generator=torch.Generator().manual_seed(0))
     recording = Recording(expert_ids=ids.byte(), sample_ids=torch.arange(12).view(2, 6), n_experts=8)
     write_recording(file := tmp_path / "routing.safetensors", [recording])
-    rows = torch.stack([recorded_rows(recording, i, n_ranks=2, n_microbatches=3) for i in range(2)])
-    options = ("--recording", file, "--n-ranks", 2, "--n-microbatches", 3)
+    rows = torch.stack([recorded_rows(recording, i, ep=2, n_microbatches=3) for i in range(2)])
+    options = ("--recording", file, "--ep", 2, "--n-microbatches", 3)
     assert command(monkeypatch, capsys, *options) == make_table(rows, 2) + "\n"
-    rows = torch.stack([recorded_rows(recording, i, n_ranks=6) for i in range(2)])
-    of_groups = ("--recording", file, "--n-ranks", 2, "--n-groups", 3)
-    assert command(monkeypatch, capsys, *of_groups) == make_table(rows, 2, 3) + "\n"
-    for wrong in ("--n-ranks", "--n-microbatches", "--n-groups"):
-        with refuses("recorded_rows needs n_ranks * n_microbatches that divides 6 rows", SystemExit):
+    rows = torch.stack([recorded_rows(recording, i, ep=2, edp=3) for i in range(2)])
+    of_copies = ("--recording", file, "--ep", 2, "--edp", 3)
+    assert command(monkeypatch, capsys, *of_copies) == make_table(rows, 2, 3) + "\n"
+    for wrong in ("--ep", "--n-microbatches", "--edp"):
+        with refuses("recorded_rows needs edp * ep * n_microbatches that divides 6 rows", SystemExit):
             command(monkeypatch, capsys, "--recording", file, wrong, 0)
     with refuses("needs rows or a recording, got both", SystemExit):
         command(monkeypatch, capsys, *options, "--rows", file)
@@ -390,14 +393,14 @@ def test_the_command_deals_a_recording_to_ranks_and_micro_batches(tmp_path, monk
     [
         (
             ["--sortedness", "2"],
-            "n_rows >= 0 and sortedness in [0, 1], got n_ranks=4, per_rank=2, n_microbatches=4, n_rows=1024 "
+            "n_rows >= 0 and sortedness in [0, 1], got ep=4, per_rank=2, n_microbatches=4, n_rows=1024 "
             "and sortedness=2.0",
         ),
         (["--rows", "no.npy"], "No such file"),
-        (["--n-groups", "2"], "needs rows or a recording for n_groups=2: the example has one group"),
-        (["--rows", "a.npy", "--n-groups", "3"], "needs n_groups that divides 4 source ranks, got 3"),
-        (["--rows", "a.npy", "--n-groups", "0"], "needs n_groups that divides 4 source ranks, got 0"),
-        (["--rows", "a.npy", "--n-ranks", "5", "--html", "a.html"], "n_ranks that divides 12 experts, got 5"),
+        (["--edp", "2"], "needs rows or a recording for edp=2: the example has one copy"),
+        (["--rows", "a.npy", "--edp", "3"], "needs edp that divides 4 source ranks, got 3"),
+        (["--rows", "a.npy", "--edp", "0"], "needs edp that divides 4 source ranks, got 0"),
+        (["--rows", "a.npy", "--ep", "5", "--html", "a.html"], "ep that divides 12 experts, got 5"),
     ],
 )
 def test_the_command_says_in_a_line_what_is_wrong(tmp_path, monkeypatch, capsys, options, message):

@@ -318,7 +318,7 @@ def test_ids_of_other_models_are_refused(unchecked):
 
 def test_rows_are_those_that_ranks_and_micro_batches_would_have():
     recording = a_recording(n=2, b=8)
-    rows = recorded_rows(recording, 1, n_ranks=2, n_microbatches=2)
+    rows = recorded_rows(recording, 1, ep=2, n_microbatches=2)
     assert rows.shape == (2, 2, 2, 6)
     for m, rank, layer in ((0, 0, 0), (1, 0, 1), (0, 1, 1), (1, 1, 0)):
         first = 4 * rank + 2 * m  # ranks take runs of four rows, micro-batches two of them
@@ -328,8 +328,8 @@ def test_rows_are_those_that_ranks_and_micro_batches_would_have():
     assert (gap.waited >= gap.seen).all()
     with refuses("recorded_rows needs a step from 0 to 1, which were recorded, got -1"):
         recorded_rows(recording, -1)
-    with refuses("recorded_rows needs n_ranks * n_microbatches that divides 8 rows, got 3 * 1"):
-        recorded_rows(recording, 0, n_ranks=3)
+    with refuses("recorded_rows needs edp * ep * n_microbatches that divides 8 rows, got 1 * 3 * 1"):
+        recorded_rows(recording, 0, ep=3)
 
 
 # --- Skew -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from scripts import as_main
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "balance_study.py"
-SMALL = "--n-steps 8 --rows-per-domain 4 --seq-len 32 --expert-ranks 2".split()
+SMALL = "--n-steps 8 --rows-per-domain 4 --seq-len 32 --ep 2".split()
 
 
 @pytest.fixture(scope="module")

@@ -348,7 +348,7 @@ def test_a_rank_that_gets_more_rows_by_a_recording_is_estimated_with_its_imbalan
     recording = balance.Recording(
         expert_ids=ids.view(1, 8, 1, 512, 4).byte(), sample_ids=torch.arange(8)[None], n_experts=8
     )
-    rows = balance.recorded_rows(recording, 0, n_ranks=8)
+    rows = balance.recorded_rows(recording, 0, ep=8)
     sent = 8192 // 512 * balance.rank_load(rows, 8)[0, :, 0]  # of rank i to rank j, of rows as long as below
     imbalance = (balance.rank_load(rows.sum(1), 8).double() / rows.sum() * 8)[0, 0, rank].item()
     assert 1.9 < imbalance < 2.1 if rank == 0 else 0.6 < imbalance < 0.8

@@ -32,37 +32,37 @@ def test_a_layer_without_rows_counts_as_even():
     figures = tracking.load_figures(torch.zeros(1, 4, dtype=torch.int64))
     assert figures["load/max_over_mean"] == figures["load/min_over_mean"] == 1.0 and not figures["load/dead"]
     nothing = torch.zeros(1, 1, dtype=torch.int64)
-    waits = tracking.wait_figures(torch.zeros(1, 4, dtype=torch.int64), nothing, n_ranks=2)
+    waits = tracking.wait_figures(torch.zeros(1, 4, dtype=torch.int64), nothing, ep=2)
     assert waits["wait/waited"] == 1.0 and waits["wait/gap"] == waits["wait/rows"] == 0.0
 
 
 def test_batches_sorted_by_domain_wait_and_no_sum_of_a_step_shows_it():
-    n_ranks, n_rows = 4, 100
-    rows = balance.sorted_by_domain(n_ranks, n_rows=n_rows)
+    ep, n_rows = 4, 100
+    rows = balance.sorted_by_domain(ep, n_rows=n_rows)
     counts = rows.sum((0, 1))
-    fullest = balance.rank_load(rows.sum(1), n_ranks).amax(-1).sum(0)[:, None]
-    figures = tracking.wait_figures(counts, fullest, n_ranks=n_ranks, ms_per_row=0.5)
-    gap = balance.gerrymandering_gap(rows, n_ranks)
-    assert figures["wait/waited"] == gap.waited.item() == n_ranks
+    fullest = balance.rank_load(rows.sum(1), ep).amax(-1).sum(0)[:, None]
+    figures = tracking.wait_figures(counts, fullest, ep=ep, ms_per_row=0.5)
+    gap = balance.gerrymandering_gap(rows, ep)
+    assert figures["wait/waited"] == gap.waited.item() == ep
     assert figures["wait/seen"] == gap.seen.item() == 1.0
-    assert figures["wait/gap"] == figures["wait_layers/gap/0"] == n_ranks - 1
-    assert figures["wait/rows"] == balance.wait(rows, n_ranks).sum().item() > 0
+    assert figures["wait/gap"] == figures["wait_layers/gap/0"] == ep - 1
+    assert figures["wait/rows"] == balance.wait(rows, ep).sum().item() > 0
     assert figures["wait/ms"] == 0.5 * figures["wait/rows"]
 
 
-def test_groups_of_ranks_wait_at_the_same_time_and_layers_weigh_as_their_rows():
-    rows = torch.randint(0, 50, (3, 2, 2, 8), generator=torch.Generator().manual_seed(0))  # m, groups, l, E
+def test_copies_of_the_experts_wait_at_the_same_time_and_layers_weigh_as_their_rows():
+    rows = torch.randint(0, 50, (3, 2, 2, 8), generator=torch.Generator().manual_seed(0))  # m, copies, l, E
     rows[:, :, 1] *= 3
     load = balance.rank_load(rows, 4)
     fullest, counts = load.amax(-1).sum(0).T, rows.sum((0, 1))
-    figures = tracking.wait_figures(counts, fullest, n_ranks=4)
-    assert figures["wait/rows"] == balance.step_wait(rows, 4, n_groups=2).rows.item()
+    figures = tracking.wait_figures(counts, fullest, ep=4)
+    assert figures["wait/rows"] == balance.step_wait(rows, 4, edp=2).rows.item()
     even = counts.sum() / 4 / 2
     longest = max(load[:, i].amax(-1).sum() for i in range(2))
     assert figures["wait/waited"] == pytest.approx((longest / even).item())
     seen = balance.rank_load(counts, 4).amax(-1).sum() / 2 / even
     assert figures["wait/gap"] == pytest.approx(figures["wait/waited"] - seen.item())
-    in_stages = tracking.wait_figures(counts, fullest, n_ranks=4, n_stages=2)  # that wait at the same time
+    in_stages = tracking.wait_figures(counts, fullest, ep=4, n_stages=2)  # that wait at the same time
     assert in_stages == figures | {"wait/rows": figures["wait/rows"] / 2}
 
 
@@ -101,7 +101,7 @@ def test_a_layer_that_drops_rows_does_not_change_what_is_said_of_another():
         torch.tensor([[4, 4, 0, 0], [3, 1, 2, 2]]),
         torch.tensor([[8], [4]]),
     )  # 8 of 8 and 4 of 8 rows
-    figures = tracking.wait_figures(computed, fullest, n_ranks=2, first_layer=1)
+    figures = tracking.wait_figures(computed, fullest, ep=2, first_layer=1)
     assert (figures["wait_layers/waited/1"], figures["wait_layers/gap/1"]) == (2.0, 0.0)
     assert (figures["wait_layers/waited/2"], figures["wait_layers/gap/2"]) == (1.0, 0.0)
 

@@ -1,8 +1,8 @@
 """What ranks wait for, beside what a step's sums show of it: a table, or a page with sliders.
 
-python -m moekit.balance --n-ranks 4 --sortedness 0.5
+python -m moekit.balance --ep 4 --sortedness 0.5
 python -m moekit.balance --rows run/rows.safetensors --html load.html
-python -m moekit.balance --recording run/routing.safetensors --n-ranks 8 --n-groups 2 --n-microbatches 2
+python -m moekit.balance --recording run/routing.safetensors --ep 8 --edp 2 --n-microbatches 2
 """
 
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ class Study:
         ranks and micro-batches would have them.
     html
         A file to write the page to, in place of the table; it needs no other file and no network.
-    n_ranks
-        Ranks that share a copy of the experts; by default as many as sent the rows in a group, else 4.
-    n_groups
-        Groups of such ranks, each with a copy of the experts, that rows or a recording are dealt to.
+    ep
+        Ranks that share one copy of the experts; by default as many as sent a copy's rows, else 4.
+    edp
+        Copies, that the source ranks of rows or of a recording are dealt to in order.
     per_rank
         Experts of a rank of the example.
     n_microbatches
@@ -48,8 +48,8 @@ class Study:
     rows: Path | None = None
     recording: tuple[Path, ...] = ()
     html: Path | None = None
-    n_ranks: int | None = None
-    n_groups: int = 1
+    ep: int | None = None
+    edp: int = 1
     per_rank: int = 2
     n_microbatches: int | None = None
     n_rows: int = 1024
@@ -69,29 +69,31 @@ def _run(args: Study) -> None:
     if args.rows is not None and args.recording:
         raise ValueError("needs rows or a recording, got both; leave one out")
     if args.recording:
-        recording, n_ranks = read_recording(*args.recording), 4 if args.n_ranks is None else args.n_ranks
+        recording, ep = read_recording(*args.recording), 4 if args.ep is None else args.ep
         n_microbatches = 1 if args.n_microbatches is None else args.n_microbatches
-        sizes = dict(n_ranks=n_ranks * args.n_groups, n_microbatches=n_microbatches)
+        sizes = dict(ep=ep, edp=args.edp, n_microbatches=n_microbatches)
         steps = range(len(recording.expert_ids))
         rows = recorded = torch.stack([recorded_rows(recording, step, **sizes) for step in steps])
-        start = dict(n_ranks=n_ranks, n_groups=args.n_groups, name=args.recording[0].name)
+        start = dict(ep=ep, edp=args.edp, name=args.recording[0].name)
     elif args.rows is not None:
         rows = recorded = read_rows(args.rows)
-        n_ranks = rows.shape[2] // max(args.n_groups, 1) if args.n_ranks is None else args.n_ranks
-        start = dict(n_ranks=n_ranks, n_groups=args.n_groups, name=args.rows.name)
-    elif args.n_groups != 1:
-        raise ValueError(f"needs rows or a recording for n_groups={args.n_groups}: the example has one group")
+        ep = rows.shape[2] // max(args.edp, 1) if args.ep is None else args.ep
+        start = dict(ep=ep, edp=args.edp, name=args.rows.name)
+    elif args.edp != 1:
+        raise ValueError(
+            f"needs rows or a recording for edp={args.edp}: the example has one copy of its experts"
+        )
     else:
-        n_ranks = 4 if args.n_ranks is None else args.n_ranks
+        ep = 4 if args.ep is None else args.ep
         options: dict[str, Any] = dict(
             n_rows=args.n_rows,
             per_rank=args.per_rank,
-            n_microbatches=n_ranks if args.n_microbatches is None else args.n_microbatches,
+            n_microbatches=ep if args.n_microbatches is None else args.n_microbatches,
             sortedness=args.sortedness,
         )
-        rows, recorded = sorted_by_domain(n_ranks, **options)[None], None
-        start = dict(n_ranks=n_ranks, **options)
-    table = make_table(rows, n_ranks, args.n_groups)
+        rows, recorded = sorted_by_domain(ep, **options)[None], None
+        start = dict(ep=ep, **options)
+    table = make_table(rows, ep, args.edp)
     if args.html is None:
         print(table)
     else:

@@ -93,6 +93,10 @@ def load_balancing_loss(
             f"load_balancing_loss needs a load ({n_experts},) for population 'batch' alone, got "
             f"{tuple(load.shape)} for {population!r}"
         )
+    if n_groups is not None and (n_groups < 1 or n_experts % n_groups):
+        raise ValueError(
+            f"load_balancing_loss needs n_groups that divides {n_experts} experts, got {n_groups}"
+        )
     p = _shares(routing.scores)
     keep = torch.ones(len(p), dtype=torch.bool, device=p.device) if mask is None else mask
     here = keep.sum()

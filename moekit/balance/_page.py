@@ -54,8 +54,8 @@ def read_rows(path: Path) -> Steps:
 def make_page(start: dict[str, Any], rows: Steps | None = None) -> str:
     """Return one HTML page that draws the rows, or without any, the example whose sliders stand at ``start``.
 
-    It needs no other file and no network. ``start``: ``n_ranks``, and with rows their ``n_groups`` and
-    ``name``, else the options of :func:`moekit.balance.sorted_by_domain`.
+    It needs no other file and no network. ``start``: ``ep``, and with rows their ``edp`` and ``name``,
+    else the options of :func:`moekit.balance.sorted_by_domain`.
     """
     data = dict(start, shape=None, rows=None)
     if rows is not None:
@@ -65,10 +65,10 @@ def make_page(start: dict[str, Any], rows: Steps | None = None) -> str:
     return page.replace("{{data}}", text)
 
 
-def make_table(rows: Steps, n_ranks: int, n_groups: int = 1) -> str:
+def make_table(rows: Steps, ep: int, edp: int = 1) -> str:
     """Return a line a step and layer: what the step's sums and losses show, and what ranks wait for.
 
-    Of several groups, a line more a step: of all layers, until the slowest group ends.
+    Of several copies, a line more a step: of all layers, until the slowest copy ends.
     """
     lines = [
         "            ------ loss over a ------   fullest rank by mean",
@@ -76,7 +76,7 @@ def make_table(rows: Steps, n_ranks: int, n_groups: int = 1) -> str:
     ]
     for step, of_step in enumerate(rows):
         populations = ("batch", "micro_batch", "rank")
-        sizes = dict(n_ranks=n_ranks, n_groups=n_groups)
+        sizes = dict(ep=ep, edp=edp)
         gaps = [gerrymandering_gap(of_step, **sizes, population=name) for name in populations]
         columns = [*(gap.loss for gap in gaps), gaps[0].seen, gaps[0].waited, wait(of_step, **sizes).sum(0)]
         for layer, (batch, micro_batch, rank, seen, waited, n) in enumerate(torch.stack(columns, 1).tolist()):
@@ -84,8 +84,8 @@ def make_table(rows: Steps, n_ranks: int, n_groups: int = 1) -> str:
                 f"{step:4} {layer:5} {batch:7.2f} {micro_batch:11.2f} {rank:6.2f}    "
                 f"{seen:6.2f} {waited:6.2f} {waited - seen:6.2f} {n:12,.0f}"
             )
-        if n_groups > 1:
+        if edp > 1:
             _, _, waited, seen, n = step_wait(of_step, **sizes)
-            of_all = f"{step:4}   all   until the slowest group ends"
+            of_all = f"{step:4}   all   until the slowest copy ends"
             lines.append(f"{of_all:41}{seen:6.2f} {waited:6.2f} {waited - seen:6.2f} {n:12,.0f}")
     return "\n".join(lines)

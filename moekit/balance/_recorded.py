@@ -1,7 +1,7 @@
 """Routing as data: which experts the tokens of a run went to, kept, written, read, and taken again.
 
 Axes: n steps, b sequences of the global batch, l layers that have experts, s positions, k choices, E experts;
-m micro-batches, p ranks.
+m micro-batches, r ranks.
 """
 
 import functools
@@ -256,7 +256,9 @@ def replay(recording: Recording, step: int, batch: Batch, *, config: ModelConfig
     return replace(batch, expert_ids=ids.to(batch.tokens.device))
 
 
-def recorded_rows(recording: Recording, step: int, *, n_ranks: int = 1, n_microbatches: int = 1) -> Rows:
+def recorded_rows(
+    recording: Recording, step: int, *, ep: int = 1, edp: int = 1, n_microbatches: int = 1
+) -> Rows:
     """Return the rows of each expert in a step, as so many ranks and micro-batches would have them.
 
     Pure. For :func:`moekit.balance.wait` and its neighbours. Padding is counted, as it is computed.
@@ -267,9 +269,11 @@ def recorded_rows(recording: Recording, step: int, *, n_ranks: int = 1, n_microb
         Of whole global batches.
     step : int
         From 0.
-    n_ranks, n_microbatches : int
-        Ranks take equal runs of the rows, as :class:`moekit.data.Loader` deals them, and split theirs into
-        micro-batches.
+    ep, edp : int
+        Ranks that share one copy of the experts, and copies: edp * ep source ranks, the first copy's, then
+        the next one's. They take equal runs of the rows, as :class:`moekit.data.Loader` deals them.
+    n_microbatches : int
+        That each rank splits its rows into.
 
     Raises
     ------
@@ -278,12 +282,12 @@ def recorded_rows(recording: Recording, step: int, *, n_ranks: int = 1, n_microb
     """
     _check_step("recorded_rows", recording, step)
     ids = recording.expert_ids[step].long()
-    if min(n_ranks, n_microbatches) < 1 or len(ids) % (n_ranks * n_microbatches):
+    if min(ep, edp, n_microbatches) < 1 or len(ids) % (edp * ep * n_microbatches):
         raise ValueError(
-            f"recorded_rows needs n_ranks * n_microbatches that divides {len(ids)} rows, got {n_ranks} * "
+            f"recorded_rows needs edp * ep * n_microbatches that divides {len(ids)} rows, got {edp} * {ep} * "
             f"{n_microbatches}"
         )
-    ids = rearrange(ids, "(p m b) l s k -> m p l (b s k)", p=n_ranks, m=n_microbatches)
+    ids = rearrange(ids, "(r m b) l s k -> m r l (b s k)", r=edp * ep, m=n_microbatches)
     rows = ids.new_zeros(*ids.shape[:-1], recording.n_experts)
     return rows.scatter_add_(-1, ids, torch.ones_like(ids))
 

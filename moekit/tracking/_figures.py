@@ -50,9 +50,9 @@ def load_figures(counts: Int[Tensor, "l E"], *, first_layer: int = 0) -> Figures
 
 def wait_figures(
     computed: Int[Tensor, "l E"],
-    fullest: Int[Tensor, "l g"],
+    fullest: Int[Tensor, "l c"],
     *,
-    n_ranks: int,
+    ep: int,
     n_stages: int = 1,
     ms_per_row: float | None = None,
     first_layer: int = 0,
@@ -65,11 +65,11 @@ def wait_figures(
     ----------
     computed : Int[Tensor, "l E"]
         Rows per expert of the global batch, with padding and without what was dropped.
-    fullest : Int[Tensor, "l g"]
-        Those of the fullest rank of each group, summed over micro-batches. Both are statistics of
-        :func:`moekit.next_token_loss`, summed over ranks.
-    n_ranks : int
-        Of a group, which share one copy of the experts: ep.
+    fullest : Int[Tensor, "l c"]
+        Those of the fullest rank of each copy of the experts, summed over micro-batches. Both are statistics
+        of :func:`moekit.next_token_loss`, summed over ranks.
+    ep : int
+        Ranks that share one copy of the experts.
     n_stages : int
         Of a pipeline, which wait at the same time, each in its own layers.
     ms_per_row : float, optional
@@ -81,11 +81,11 @@ def wait_figures(
     --------
     Two micro-batches, each of which goes to one of two ranks, the other one each time:
 
-    >>> figures = wait_figures(torch.tensor([[8, 8]]), torch.tensor([[16]]), n_ranks=2)
+    >>> figures = wait_figures(torch.tensor([[8, 8]]), torch.tensor([[16]]), ep=2)
     >>> [figures[f"wait/{name}"] for name in ("waited", "seen", "gap", "rows")]
     [2.0, 1.0, 1.0, 8.0]
     """
-    found = wait_of_sums(computed, fullest, n_ranks)
+    found = wait_of_sums(computed, fullest, ep)
     figures = {
         "wait/waited": found.waited_in_all.item(),
         "wait/seen": found.seen_in_all.item(),

@@ -229,7 +229,7 @@ class Progress:
             figures |= wait_figures(
                 stats["computed"],
                 stats["fullest"],
-                n_ranks=self.ep,
+                ep=self.ep,
                 n_stages=self.n_stages,
                 ms_per_row=ms_per_row,
                 first_layer=self._first_layer,

@@ -85,7 +85,7 @@ def by_loops(batch):
 
 
 def fullest(batch, edp, ep, rows, n):
-    """Return the rows of each group's fullest rank in each layer, one micro-batch and group at a time."""
+    """Return the rows of each copy's fullest rank in each layer, one micro-batch and copy at a time."""
     _, routings = forward(PARAMS, batch.tokens, config=CONFIG, documents=batch.documents, kernels="loop")
     total = torch.zeros(len(routings), edp, dtype=torch.int64)
     for layer, routing in enumerate(routings):
