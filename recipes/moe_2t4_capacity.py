@@ -144,6 +144,7 @@ if torch.distributed.get_rank() == 0:
 progress = tracking.Progress(
     run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len,
     config=model, seq_len=cfg.seq_len, mesh=mesh,
+    stages=[[stages[i] for i in schedule.stages_of(rank)] for rank in range(cfg.pp)],
 )  # fmt: skip
 for step in profiling.traced(progress, cfg.profile, folder=cfg.folder):
     stats = train_step(held, next(loader).to(device), step)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from reference import refuses
 
 import moekit as mk
 from moekit import balance, tracking
@@ -62,8 +63,41 @@ def test_copies_of_the_experts_wait_at_the_same_time_and_layers_weigh_as_their_r
     assert figures["wait/waited"] == pytest.approx((longest / even).item())
     seen = balance.rank_load(counts, 4).amax(-1).sum() / 2 / even
     assert figures["wait/gap"] == pytest.approx(figures["wait/waited"] - seen.item())
-    in_stages = tracking.wait_figures(counts, fullest, ep=4, n_stages=2)  # that wait at the same time
-    assert in_stages == figures | {"wait/rows": figures["wait/rows"] / 2}
+
+
+def test_a_pipelines_ranks_wait_at_the_same_time_each_for_the_slowest_copy_of_its_own_layers():
+    computed, fullest = torch.full((2, 4), 8), torch.tensor([[10, 6], [6, 10]])  # even: 32 / (2 * 2) = 8
+    alone = tracking.wait_figures(computed, fullest, ep=2)  # both copies take 16
+    assert (alone["wait/rows"], alone["wait/waited"]) == (0.0, 1.0)
+    figures = tracking.wait_figures(computed, fullest, ep=2, stages=[[0], [1]])  # 10 - 8 in each
+    assert (figures["wait/rows"], figures["wait/waited"], figures["wait/gap"]) == (2.0, 1.25, 0.25)
+    three = tracking.wait_figures(computed, fullest, ep=2, stages=[[], [1], [0]])  # one rank is all dense
+    assert (three["wait/rows"], three["wait/waited"]) == (4 / 3, 1.25)
+    with refuses("wait_of_sums needs each of 2 layers in one stage, got [[0], [0]]"):
+        tracking.wait_figures(computed, fullest, ep=2, stages=[[0], [0]])
+
+
+def test_progress_takes_the_stages_of_each_rank_of_a_pipeline():
+    config = mk.preset("tiny", n_layers=5, n_dense_layers=1)
+    stages = [
+        mk.config.Stage(layers=range(*of), embeds=False, heads=False) for of in ((0, 2), (2, 4), (4, 5))
+    ]
+    counts, fullest = torch.full((4, 2), 16), torch.tensor([[10, 6], [6, 10], [6, 10], [10, 6]])
+    stats = dict(cross_entropy=torch.tensor(2.0), counts=counts, computed=counts, fullest=fullest)
+
+    def rank():
+        mesh = mk.make_mesh(pp=2, device="cpu")
+        options = dict(tokens_per_step=10, config=config, mesh=mesh)
+        with refuses("Progress needs the stages of each of 2 ranks of a pipeline, got those of 1"):
+            tracking.Progress(Records(), 1, **options)
+        progress = tracking.Progress(records := Records(), 1, stages=[stages[::2], stages[1:2]], **options)
+        progress.ep = 2  # as of a mesh
+        for _ in progress:
+            progress.log(stats)
+        return [(x["wait/rows"], x["wait/waited"]) for x in records]
+
+    # Even: 8 a layer. The ranks' layers with experts are 0 and 3, 1 and 2: the slowest copy takes 20 in each.
+    assert ranks(2)(rank) == [[(20 - 16, 20 / 16)], []]
 
 
 class Records(list):

@@ -16,6 +16,7 @@ share one (ep) and hold E / p experts each.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -116,7 +117,13 @@ def step_wait(rows: Rows, ep: int, *, edp: int = 1) -> StepWait:
     return wait_of_sums(rows.sum((0, 1)), load.amax(-1).sum(0).T, ep)
 
 
-def wait_of_sums(computed: Shaped[Tensor, "l E"], fullest: Shaped[Tensor, "l c"], ep: int) -> StepWait:
+def wait_of_sums(
+    computed: Shaped[Tensor, "l E"],
+    fullest: Shaped[Tensor, "l c"],
+    ep: int,
+    *,
+    stages: Sequence[Sequence[int]] | None = None,
+) -> StepWait:
     """Return what :func:`step_wait` does, of what is summed over a step.
 
     Parameters
@@ -127,16 +134,29 @@ def wait_of_sums(computed: Shaped[Tensor, "l E"], fullest: Shaped[Tensor, "l c"]
         Those of each copy's fullest rank, summed over micro-batches: :func:`fullest`.
     ep : int
         Ranks that share one copy.
+    stages : sequence of sequence of int, optional
+        Of a pipeline: which of the l layers each of its ranks has, perhaps none. They wait at the same time,
+        each until the slowest copy of its own layers is done; ``waited_in_all`` and ``rows`` are means over
+        them.
+
+    Raises
+    ------
+    ValueError
+        When ``stages`` are not all layers, each once, and as :func:`rank_load`.
     """
+    stages = [range(len(computed))] if stages is None else stages
+    if sorted(layer for layers in stages for layer in layers) != list(range(len(computed))):
+        raise ValueError(f"wait_of_sums needs each of {len(computed)} layers in one stage, got {stages}")
     even = computed.sum(-1).double() / (ep * fullest.shape[-1])
     seen = evenness(rank_load(computed, ep)).max_over_mean
-    total, longest = even.sum(), fullest.double().sum(0).amax()
+    longest = torch.stack([fullest[list(layers)].double().sum(0).amax() for layers in stages]).sum()
+    total = even.sum()
     return StepWait(
         waited=(fullest.double().mean(-1) / even).where(even > 0, 1.0),
         seen=seen,
         waited_in_all=(longest / total).where(total > 0, 1.0),
         seen_in_all=((seen * even).sum() / total).where(total > 0, 1.0),
-        rows=longest - total,
+        rows=(longest - total) / len(stages),
     )
 
 

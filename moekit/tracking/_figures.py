@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
@@ -53,7 +53,7 @@ def wait_figures(
     fullest: Int[Tensor, "l c"],
     *,
     ep: int,
-    n_stages: int = 1,
+    stages: Sequence[Sequence[int]] | None = None,
     ms_per_row: float | None = None,
     first_layer: int = 0,
 ) -> Figures:
@@ -70,8 +70,9 @@ def wait_figures(
         of :func:`moekit.next_token_loss`, summed over ranks.
     ep : int
         Ranks that share one copy of the experts.
-    n_stages : int
-        Of a pipeline, which wait at the same time, each in its own layers.
+    stages : sequence of sequence of int, optional
+        Of a pipeline: which of the l layers each of its ranks has, as for
+        :func:`moekit.balance.wait_of_sums`.
     ms_per_row : float, optional
         Of a row in an expert, forward and backward, for ``wait/ms``.
     first_layer : int
@@ -85,12 +86,12 @@ def wait_figures(
     >>> [figures[f"wait/{name}"] for name in ("waited", "seen", "gap", "rows")]
     [2.0, 1.0, 1.0, 8.0]
     """
-    found = wait_of_sums(computed, fullest, ep)
+    found = wait_of_sums(computed, fullest, ep, stages=stages)
     figures = {
         "wait/waited": found.waited_in_all.item(),
         "wait/seen": found.seen_in_all.item(),
         "wait/gap": (found.waited_in_all - found.seen_in_all).item(),
-        "wait/rows": found.rows.item() / n_stages,
+        "wait/rows": found.rows.item(),
     }
     if ms_per_row is not None:
         figures["wait/ms"] = figures["wait/rows"] * ms_per_row

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from moekit import optim, plan, symmetric
-from moekit.config import ModelConfig
+from moekit.config import ModelConfig, Stage
 from moekit.tracking._figures import load_figures, wait_figures
 from moekit.tree import check_names
 
@@ -54,13 +54,15 @@ class Progress:
     peak_flops : float, optional
         FLOP/s of a rank's device, for what is a part of it; by default that of a GPU that
         :mod:`moekit.plan` knows.
+    stages : sequence of sequence of Stage, optional
+        Of a pipeline: those of each of its ranks.
     mesh : DeviceMesh, optional
         From :func:`moekit.make_mesh`. Rank 0 prints and logs.
 
     Raises
     ------
     ValueError
-        When ``every`` is below 1.
+        When ``every`` is below 1, or ``stages`` are not of as many ranks as the mesh has on pp.
 
     Examples
     --------
@@ -83,6 +85,7 @@ class Progress:
         config: ModelConfig | None = None,
         seq_len: int | None = None,
         peak_flops: float | None = None,
+        stages: Sequence[Sequence[Stage]] | None = None,
         mesh: DeviceMesh | None = None,
     ):
         if every < 1:
@@ -91,7 +94,15 @@ class Progress:
         self.tokens_per_step, self.token, self.config = tokens_per_step, token, config
         self.rank, n_ranks = (0, 1) if mesh is None else (dist.get_rank(), mesh.size())
         self.ep = 1 if mesh is None else mesh["ep"].size()
-        self.n_stages = 1 if mesh is None else n_ranks // mesh["edp", "ep"].size()
+        n, got = 1 if mesh is None else n_ranks // mesh["edp", "ep"].size(), len(stages or [()])
+        if got != n:
+            raise ValueError(
+                f"Progress needs the stages of each of {n} ranks of a pipeline, got those of {got}"
+            )
+        first = self._first_layer
+        self.stages = None
+        if stages is not None:
+            self.stages = [[i - first for x in of for i in x.layers if i >= first] for of in stages]
         self.flops = 0.0 if config is None else plan.flops_per_token(config, seq_len) / n_ranks
         if peak_flops is None and torch.cuda.is_available():
             peak_flops = plan.peak_flops(torch.device("cuda"))
@@ -230,7 +241,7 @@ class Progress:
                 stats["computed"],
                 stats["fullest"],
                 ep=self.ep,
-                n_stages=self.n_stages,
+                stages=self.stages,
                 ms_per_row=ms_per_row,
                 first_layer=self._first_layer,
             )
