@@ -9,7 +9,7 @@ copy's, then the next one's. Ranks wait for the fullest of their own copy; copie
 wait for the slowest of them once, where the step's gradients are added up. Copies that meet sooner, as in a
 balancing loss over all of them, wait as long or longer.
 
-All are pure, and read nothing on the host.
+All are pure, and read nothing on the host; none but :func:`fullest` communicates.
 
 Axes: m micro-batches, s source ranks of all copies, l layers, E experts, c copies of them (edp), p ranks that
 share one (ep) and hold E / p experts each.
@@ -73,11 +73,12 @@ def rank_load(rows: Shaped[Tensor, "*n E"], ep: int) -> Shaped[Tensor, "*n p"]:
 
 
 def wait(rows: Rows, ep: int, *, edp: int = 1) -> Float[Tensor, "m l"]:
-    """Return how many rows a rank waits for on average, in each micro-batch and layer.
+    """Return how many rows a rank waits for on average, in each micro-batch and layer, in float64.
 
-    The product of a layer is done when the fullest rank of a copy is. What copies wait for each other at the
-    end of the step is not among these: :func:`step_wait`. As a time: times the FLOPs of a row
-    (:func:`moekit.plan.flops_per_row`), by the rate of the products.
+    The product of a layer is done when the fullest rank of a copy is. These are means over copies. What
+    copies wait for each other at the end of the step is not among them: ``rows`` of :func:`step_wait` are
+    those until the slowest copy is done, and never below the sum of these. As a time: times the FLOPs of a
+    row (:func:`moekit.plan.flops_per_row`), by the rate of the products.
 
     Parameters
     ----------
@@ -98,7 +99,7 @@ def wait(rows: Rows, ep: int, *, edp: int = 1) -> Float[Tensor, "m l"]:
 
 
 class StepWait(NamedTuple):
-    """What ranks wait for in a step beside what its sums show of it; but for rows, 1 where all is even."""
+    """What ranks wait for in a step beside what its sums show of it, float64; but for rows, 1 where even."""
 
     waited: Float[Tensor, " l"]  # the time of all micro-batches' fullest ranks, by even ones'; mean of copies
     seen: Float[Tensor, " l"]  # the fullest rank of the whole step's rows, by the mean
@@ -113,8 +114,7 @@ def step_wait(rows: Rows, ep: int, *, edp: int = 1) -> StepWait:
     What is waited is never below what is seen: the fullest ranks of parts add up to at least that of the
     whole.
     """
-    load = _load_of_copies("step_wait", rows, ep, edp)
-    return wait_of_sums(rows.sum((0, 1)), load.amax(-1).sum(0).T, ep)
+    return _step_wait("step_wait", rows, ep, edp)
 
 
 def wait_of_sums(
@@ -193,6 +193,11 @@ def fullest(
     return shares
 
 
+def _step_wait(who: str, rows: Tensor, ep: int, edp: int) -> StepWait:
+    fullest = _load_of_copies(who, rows, ep, edp).amax(-1).sum(0).T
+    return wait_of_sums(rows.sum((0, 1)), fullest, ep)
+
+
 def _load_of_copies(who: str, rows: Tensor, ep: int, edp: int) -> Float[Tensor, "m c l p"]:
     """Return the rows of each rank of each copy, in float64."""
     if rows.ndim != 4:
@@ -205,9 +210,9 @@ def _load_of_copies(who: str, rows: Tensor, ep: int, edp: int) -> Float[Tensor, 
 
 
 class Gap(NamedTuple):
-    """What ranks wait for beside what is seen of it, by layer; each 1 where all is even."""
+    """What ranks wait for beside what is seen of it, by layer, float64; each 1 where all is even."""
 
-    waited: Float[Tensor, " l"]  # as in StepWait
+    waited: Float[Tensor, " l"]  # this and seen as in StepWait
     seen: Float[Tensor, " l"]
     loss: Float[Tensor, " l"]  # E times the sum of squared shares, of the population that a loss sees
 
@@ -242,8 +247,7 @@ def gerrymandering_gap(
         raise ValueError(
             f"gerrymandering_gap needs population 'rank', 'micro_batch' or 'batch', got {population!r}"
         )
-    load = _load_of_copies("gerrymandering_gap", rows, ep, edp)
-    found = wait_of_sums(rows.sum((0, 1)), load.amax(-1).sum(0).T, ep)
+    found = _step_wait("gerrymandering_gap", rows, ep, edp)
     of_population = rows.double()
     if dims[population]:
         of_population = of_population.sum(dims[population], keepdim=True)

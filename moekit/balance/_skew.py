@@ -37,7 +37,8 @@ def draw_experts(
 ) -> Int[Tensor, "*n k"]:
     """Draw k different experts for each token, so that each expert's part of all routes is its share.
 
-    Pure, a function of the key and the token's id: the same on every layout. A token takes an expert with the
+    Pure, a function of the key and the token's id: the same on every layout. Reads the shares on the host,
+    which waits for a device that has them. A token takes an expert with the
     chance ``k * share``, in parts of 2**24. As it takes none twice, no part of the routes exceeds 1 / k: what
     a share has above that goes to the other experts, as their shares are. The k are drawn together, by
     systematic sampling: the chances, which sum to k, are laid one after the other, in an order drawn for each
