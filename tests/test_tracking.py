@@ -213,6 +213,17 @@ def test_the_summary_has_the_best_loss_the_mean_rate_and_the_peaks():
     }
 
 
+def test_the_mean_rate_leaves_out_the_first_record_behind_each_resume(tmp_path):
+    for rates in ({10: 1.0, 20: 6.0, 30: 3.0, 40: 99.0}, {40: 1.5, 50: 6.0}, {50: 2.0}):
+        run = tracking.Run(tmp_path, resume=True)
+        run.log({"loss": 1.0}, step=min(rates) - 5)  # has no rate; the second run resumes from step 30
+        for step, rate in rates.items():
+            run.log({"speed/tokens_per_second": rate}, step=step)
+        run.finish()
+    (shown,) = re.findall("<td>tokens_per_second</td><td>(.*?)</td>", (tmp_path / "report.html").read_text())
+    assert float(shown) == pytest.approx(4.0)  # 2 / (1 / 6 + 1 / 3): of steps 20 and 30 alone
+
+
 # --- Steps ----------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from moekit.balance import evenness, wait_of_sums
 
 Figures = dict[str, float | int]
+RATE = "speed/tokens_per_second"
 
 
 def load_figures(counts: Int[Tensor, "l E"], *, first_layer: int = 0) -> Figures:
@@ -110,14 +111,22 @@ def read_metrics(folder: str | Path) -> dict[int, dict[str, Any]]:
     Where a run was continued, behind an empty line, what had been logged before of steps after its first is
     left out; so is a line that the end of a process has torn.
     """
+    return read_starts(folder)[0]
+
+
+def read_starts(folder: str | Path) -> tuple[dict[int, dict[str, Any]], set[int]]:
+    """Return what :func:`read_metrics` does, and the step of each process's first rate, which compiles."""
     records: dict[int, dict[str, Any]] = {}
+    starts: set[int] = set()
     for part in Path(folder, "metrics.jsonl").read_text().split("\n\n"):
         lines = [line for text in part.splitlines() if (line := _parsed(text)) is not None]
         first = min((line["step"] for line in lines), default=math.inf)
         records = {step: record for step, record in records.items() if step <= first}
+        starts = {step for step in starts if step <= first}
+        starts |= set(sorted(line["step"] for line in lines if RATE in line)[:1])
         for line in lines:
             records.setdefault(line.pop("step"), {}).update(line)
-    return dict(sorted(records.items()))
+    return dict(sorted(records.items())), starts
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
@@ -127,9 +136,19 @@ def _parsed(line: str) -> dict[str, Any] | None:
         return None
 
 
-def summarize(records: Mapping[int, Mapping[str, Any]]) -> Figures:
+def summarize(records: Mapping[int, Mapping[str, Any]], *, starts: Collection[int] | None = None) -> Figures:
     """Return the figures of a whole run, from those of its steps (:func:`moekit.tracking.read_metrics`).
 
+    Parameters
+    ----------
+    records : mapping of int to mapping
+        The figures of each step.
+    starts : collection of int, optional
+        Steps whose rate is the first of a process, in which things compile, and is left out; by default the
+        first of all. Where there are no others, all count.
+
+    Examples
+    --------
     >>> rates = {1: 0.5, 2: 5.0, 3: 20.0}  # the first record's steps compile, and are left out
     >>> steps = {step: {"speed/tokens_per_second": rate} for step, rate in rates.items()}
     >>> summarize(steps)["summary/tokens_per_second"]  # of steps of as many tokens each
@@ -145,8 +164,10 @@ def summarize(records: Mapping[int, Mapping[str, Any]]) -> Figures:
         summary |= {"last_loss": losses[-1], "best_loss": min(finite, default=math.nan)}
     if tokens := of("tokens"):
         summary["tokens"] = tokens[-1]
-    if rates := of("speed/tokens_per_second"):
-        summary["tokens_per_second"] = harmonic_mean(rates[1:] or rates)
+    if rates := {step: record[RATE] for step, record in records.items() if RATE in record}:
+        starts = {min(rates)} if starts is None else starts
+        later = [rate for step, rate in rates.items() if step not in starts]
+        summary["tokens_per_second"] = harmonic_mean(later or rates.values())
     for name in ("memory/peak_active_gib", "memory/peak_reserved_gib"):
         if peaks := of(name):
             summary[name.removeprefix("memory/")] = max(peaks)

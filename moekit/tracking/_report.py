@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moekit.tracking._figures import read_metrics, summarize
+from moekit.tracking._figures import read_starts, summarize
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -53,7 +53,7 @@ def write_report(folder: str | Path) -> Path:
         Where the folder has no ``metrics.jsonl``.
     """
     folder = Path(folder)
-    records = read_metrics(folder)
+    records, starts = read_starts(folder)
     drawn = {name: draw(records) for name, draw in DRAWINGS.items()}
     images = {name: _png(figure) for name, figure in drawn.items() if figure is not None}
     for name, png in images.items():
@@ -65,7 +65,7 @@ def write_report(folder: str | Path) -> Path:
             title=html.escape(folder.resolve().name),
             summary="\n".join(
                 f"<tr><td>{name.removeprefix('summary/')}</td><td>{x:,.6g}</td></tr>"
-                for name, x in summarize(records).items()
+                for name, x in summarize(records, starts=starts).items()
             ),
             images="\n".join(
                 f'<h2>{name}</h2>\n<img alt="{name}" src="data:image/png;base64,'

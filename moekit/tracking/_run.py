@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moekit.tracking._figures import read_metrics, summarize
+from moekit.tracking._figures import read_starts, summarize
 from moekit.tracking._report import heat_map, write_report
 
 
@@ -72,7 +72,8 @@ class Run:
         if self.folder is None:
             return
         if self.wandb is not None:
-            self.wandb.summary.update(summarize(read_metrics(self.folder)))
+            records, starts = read_starts(self.folder)
+            self.wandb.summary.update(summarize(records, starts=starts))
         print(f"report: {write_report(self.folder)}")
 
     def finish(self) -> None:
