@@ -679,7 +679,7 @@ def _routing_terms(
         if routing.dropped is not None:
             computed[layer] -= routing.dropped
             n_dropped = n_dropped + routing.dropped.sum()
-    if layers:
+    if layers:  # a model without experts may be on ranks that do not divide n_experts
         fullest = balance.fullest(computed, mesh=mesh)
     else:
         fullest = counts.new_zeros(len(counts), 1 if mesh is None else mesh["edp"].size())

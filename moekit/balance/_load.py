@@ -20,12 +20,11 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed._functional_collectives as fc
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from moekit.mesh import edp_ep
+from moekit.mesh import all_reduce, edp_ep
 
 Rows = Int[Tensor, "m s l E"]
 
@@ -185,8 +184,7 @@ def fullest(
     if mesh is None:
         return rank_load(counts, 1 if ep is None else ep).amax(-1, keepdim=True)
     copies, sharers = (edp_ep("fullest", mesh)[axis] for axis in ("edp", "ep"))
-    counts = fc.all_reduce(counts, "sum", sharers)
-    rows = rank_load(counts, sharers.size() if ep is None else ep).amax(-1)
+    rows = rank_load(all_reduce(counts, sharers, 0), sharers.size() if ep is None else ep).amax(-1)
     shares = rows.new_zeros(*rows.shape, copies.size())
     if sharers.get_local_rank() == 0:
         shares[..., copies.get_local_rank()] = rows

@@ -3,7 +3,6 @@
 from typing import Literal
 
 import torch
-import torch.distributed._functional_collectives as fc
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moekit._route import Routing
 from moekit.balance._load import rank_load
 from moekit.kernels.permute import count_experts
-from moekit.mesh import all_gather, data_mesh
+from moekit.mesh import all_gather, all_reduce, data_mesh
 from moekit.profiling import ranged
 
 Population = Literal["document", "rank", "micro_batch", "batch"]
@@ -120,7 +119,7 @@ def load_balancing_loss(
     else:
         counts = expert_counts(routing, mask=mask)
         if population != "rank" and mesh is not None:
-            counts = fc.all_reduce(counts, "sum", data_mesh(mesh))
+            counts = all_reduce(counts, data_mesh(mesh), 0)
         if population == "batch":
             torch._assert_async(
                 counts.sum() == total * top_k,
@@ -219,7 +218,7 @@ def next_bias(
             f"next_bias needs a count per bias, got {tuple(bias.shape)} and {tuple(counts.shape)}"
         )
     if mesh is not None:
-        counts = fc.all_reduce(counts, "sum", data_mesh(mesh))
+        counts = all_reduce(counts, data_mesh(mesh), 0)
     load = counts.to(bias.dtype)
     return bias + rate * (load.mean(-1, keepdim=True) - load).sign()
 
