@@ -178,6 +178,16 @@ def test_the_rows_of_several_steps_are_not_taken_for_those_of_one(load_of, unche
         load_of(rows_of([6, 2, 0, 0], [0, 0, 2, 6], [1, 1, 1, 1])[None], 2)
 
 
+@pytest.mark.parametrize("load_of", [wait, step_wait, gerrymandering_gap])
+def test_what_is_no_number_of_rows_is_refused(load_of, unchecked):
+    rows = rows_of([6, 2, 0, 0], [0, 0, 2, 6])
+    for bad, got in ((rows.float(), "torch.float32"), (rows.numpy(), "ndarray"), (rows.tolist(), "list")):
+        with pytest.raises(TypeError, match=f"{load_of.__name__} needs a tensor of whole numbers .*{got}"):
+            load_of(bad, 2)
+    with refuses(f"{load_of.__name__} needs numbers of rows from 0, got -6"):
+        load_of(-rows, 2)
+
+
 def test_no_rows_are_even():
     gap = gerrymandering_gap(torch.zeros(2, 1, 3, 4, dtype=torch.int64), 2)
     assert all(x.tolist() == [1.0] * 3 for x in gap) and not wait(torch.zeros(1, 1, 1, 4).long(), 4).any()

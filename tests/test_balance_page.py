@@ -307,7 +307,7 @@ def test_rows_are_read_from_each_kind_of_file(tmp_path):
     [
         (np.ones((2, 2, 1, 4)), "float64"),
         (np.ones((2, 4), int), "(2, 4)"),
-        (-np.ones((1, 1, 1, 2), int), ""),
+        (-np.ones((1, 1, 1, 2), int), "int64 (1, 1, 1, 2), the least -1"),
         (np.full((1, 1, 1, 2), 2**63, np.uint64), "uint64"),
     ],
 )
@@ -397,6 +397,9 @@ def test_the_command_deals_a_recording_to_ranks_and_micro_batches(tmp_path, monk
             "and sortedness=2.0",
         ),
         (["--rows", "no.npy"], "No such file"),
+        (["--rows", "a.csv"], "read_rows needs a .npy, .npz or .safetensors file, got a.csv"),
+        (["--rows", "a.npy", "--sortedness", "0.3"], "takes sortedness for the example alone, got rows"),
+        (["--recording", "a", "--n-rows", "1"], "takes n_rows for the example alone, got recording"),
         (["--edp", "2"], "needs rows or a recording for edp=2: the example has one copy"),
         (["--rows", "a.npy", "--edp", "3"], "needs edp that divides 4 source ranks, got 3"),
         (["--rows", "a.npy", "--edp", "0"], "needs edp that divides 4 source ranks, got 0"),

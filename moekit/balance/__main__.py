@@ -27,7 +27,7 @@ class Study:
         Counts (m, s, l, E) or (steps, m, s, l, E): of m micro-batches, from s source ranks, in l layers, for
         E experts. A .npy, .npz or .safetensors file; by default an example, of tokens sorted by domain.
     recording
-        What :func:`moekit.balance.write_recording` wrote, of one rank or of several: its rows as so many
+        What moekit.balance.write_recording wrote, of one rank or of several: its rows as so many
         ranks and micro-batches would have them.
     html
         A file to write the page to, in place of the table; it needs no other file and no network.
@@ -36,13 +36,13 @@ class Study:
     edp
         Copies, that the source ranks of rows or of a recording are dealt to in order.
     per_rank
-        Experts of a rank of the example.
+        Experts of a rank of the example; by default 2.
     n_microbatches
         Of the example, by default as many as ranks; of a recording, by default 1.
     n_rows
-        Rows of an expert of the example, from each rank, in the step.
+        Rows of an expert of the example, from each rank, in the step; by default 1024.
     sortedness
-        Part of the example's tokens that are in order of their domain.
+        Part of the example's tokens that are in order of their domain; by default all.
     """
 
     rows: Path | None = None
@@ -50,10 +50,10 @@ class Study:
     html: Path | None = None
     ep: int | None = None
     edp: int = 1
-    per_rank: int = 2
+    per_rank: int | None = None
     n_microbatches: int | None = None
-    n_rows: int = 1024
-    sortedness: float = 1.0
+    n_rows: int | None = None
+    sortedness: float | None = None
 
 
 def main() -> None:
@@ -68,6 +68,13 @@ def main() -> None:
 def _run(args: Study) -> None:
     if args.rows is not None and args.recording:
         raise ValueError("needs rows or a recording, got both; leave one out")
+    names = ("n_microbatches", "n_rows", "per_rank", "sortedness")
+    given = {x: getattr(args, x) for x in names if getattr(args, x) is not None}
+    for source, own in (("rows", ()), ("recording", ("n_microbatches",))):
+        if getattr(args, source) and (extra := sorted(given.keys() - own)):
+            raise ValueError(
+                f"takes {', '.join(extra)} for the example alone, got {source}; leave out either"
+            )
     if args.recording:
         recording, ep = read_recording(*args.recording), 4 if args.ep is None else args.ep
         n_microbatches = 1 if args.n_microbatches is None else args.n_microbatches
@@ -85,12 +92,7 @@ def _run(args: Study) -> None:
         )
     else:
         ep = 4 if args.ep is None else args.ep
-        options: dict[str, Any] = dict(
-            n_rows=args.n_rows,
-            per_rank=args.per_rank,
-            n_microbatches=ep if args.n_microbatches is None else args.n_microbatches,
-            sortedness=args.sortedness,
-        )
+        options: dict[str, Any] = dict(n_rows=1024, per_rank=2, n_microbatches=ep, sortedness=1.0) | given
         rows, recorded = sorted_by_domain(ep, **options)[None], None
         start = dict(ep=ep, **options)
     table = make_table(rows, ep, args.edp)

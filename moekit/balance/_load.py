@@ -90,8 +90,11 @@ def wait(rows: Rows, ep: int, *, edp: int = 1) -> Float[Tensor, "m l"]:
 
     Raises
     ------
+    TypeError
+        Unless rows are a tensor of integers.
     ValueError
-        For rows of another shape, copies that do not divide the source ranks, and as :func:`rank_load`.
+        For rows of another shape or, on a CPU, below 0, copies that do not divide the source ranks, and as
+        :func:`rank_load`.
     """
     load = _load_of_copies("wait", rows, ep, edp)
     return (load.amax(-1) - load.mean(-1)).mean(1)
@@ -198,12 +201,17 @@ def _step_wait(who: str, rows: Tensor, ep: int, edp: int) -> StepWait:
 
 def _load_of_copies(who: str, rows: Tensor, ep: int, edp: int) -> Float[Tensor, "m c l p"]:
     """Return the rows of each rank of each copy, in float64."""
+    if not isinstance(rows, Tensor) or rows.is_floating_point() or rows.is_complex():
+        got = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        raise TypeError(f"{who} needs a tensor of whole numbers of rows, got {got}")
     if rows.ndim != 4:
         raise ValueError(
             f"{who} needs rows (m, s, l, E) of one step, got {tuple(rows.shape)}; give each step by itself"
         )
     if edp < 1 or rows.shape[1] % edp:
         raise ValueError(f"{who} needs edp that divides {rows.shape[1]} source ranks, got {edp}")
+    if rows.is_cpu and rows.numel() and rows.amin() < 0:  # elsewhere the host would wait to know
+        raise ValueError(f"{who} needs numbers of rows from 0, got {rows.amin()}")
     return rank_load(rows.unflatten(1, (edp, -1)).sum(2), ep).double()
 
 

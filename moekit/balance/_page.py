@@ -31,6 +31,8 @@ def read_rows(path: Path) -> Steps:
     ValueError
         Unless there is one, of integers, none of them negative, or where the file cannot be read.
     """
+    if path.suffix not in (".npy", ".npz", ".safetensors"):
+        raise ValueError(f"read_rows needs a .npy, .npz or .safetensors file, got {path}")
     try:
         read = load_file(path) if path.suffix == ".safetensors" else np.load(path)
         arrays = {"rows": read} if isinstance(read, np.ndarray) else dict(read)
@@ -44,9 +46,10 @@ def read_rows(path: Path) -> Steps:
     is_counts = rows.ndim in (4, 5) and rows.dtype.kind in "iu" and rows.size > 0
     counts = rows.astype(np.int64) if is_counts else rows
     if not is_counts or counts.min() < 0:  # as is a uint64 that has no room
+        least = f", the least {rows.min()}" if is_counts else ""
         raise ValueError(
             "read_rows needs counts (m, s, l, E) or (steps, m, s, l, E), whole numbers from 0, "
-            f"got {rows.dtype} {rows.shape} in {path}"
+            f"got {rows.dtype} {rows.shape}{least} in {path}"
         )
     return torch.from_numpy(counts).view(-1, *counts.shape[-4:])
 
