@@ -38,7 +38,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
-from measure import Candidate, Column, describe, free, known, measure, run_cases, say, sizes
+from measure import Candidate, Column, describe, end, free, known, measure, run_cases, say, sizes
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -248,4 +248,4 @@ def main(cfg: Config) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    end(main(tyro.cli(Config, description=__doc__)))

@@ -408,6 +408,21 @@ def check_run(cfg: Any, device: str) -> None:
         raise SystemExit(f"--device {device} needs CUDA, and torch finds none; leave it out, or take cpu")
 
 
+def end(record: Mapping[str, Any]) -> None:
+    """End the program with status 1 where of a shape or part ceilings alone were measured, or not even these.
+
+    Of several candidates some may fail, as peers that are not installed do.
+    """
+    parts = {case["title"]: case["results"] for case in record.get("cases", ())} | record.get("parts", {})
+    measured = {
+        title: [r for r in results if r.error is None and r.name not in (DENSE, COPY)]
+        for title, results in parts.items()
+    }
+    failed = [title for title, results in measured.items() if not results]
+    if failed:
+        raise SystemExit(f"nothing could be measured of {', '.join(failed)}; the reasons are above")
+
+
 def sizes(text: str) -> tuple[int, int, int]:
     """Return the numbers of a shape as given in a command, each at least 1."""
     given = text.split("x")

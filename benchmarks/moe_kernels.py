@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from measure import Candidate, describe, graphed, measure, run_cases, say, sizes
+from measure import Candidate, describe, end, graphed, measure, run_cases, say, sizes
 from routing import expert_ids, parse_routing
 
 from moekit.kernels.permute import count_experts, expert_slots, gather_sum, gather_sum_backward, scatter
@@ -149,4 +149,4 @@ def main(cfg: Config) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    end(main(tyro.cli(Config, description=__doc__)))

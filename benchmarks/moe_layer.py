@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, get_args
 import peers
 import torch
 import tyro
-from measure import Candidate, describe, free, measure, refuse_unknown, run_cases, say, sizes
+from measure import Candidate, describe, end, free, measure, refuse_unknown, run_cases, say, sizes
 from routing import expert_shares, parse_routing
 from stock import experts
 from torch import Tensor
@@ -266,4 +266,4 @@ def main(cfg: Config) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    end(main(tyro.cli(Config, description=__doc__)))

@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import tyro
-from measure import COPY, Candidate, check_run, describe, known, measure, of_all_ranks, run_cases, sizes
+from measure import COPY, Candidate, check_run, describe, end, known, measure, of_all_ranks, run_cases, sizes
 from torch import Tensor
 
 import moekit as mk
@@ -182,4 +182,4 @@ def layers(
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    end(main(tyro.cli(Config, description=__doc__)))

@@ -37,6 +37,7 @@ from measure import (
     Result,
     check_run,
     describe,
+    end,
     environment,
     free,
     kernel_seconds,
@@ -362,4 +363,4 @@ def main(cfg: Config) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    end(main(tyro.cli(Config, description=__doc__)))

@@ -67,7 +67,10 @@ def expert_ids(
         ids = rearrange(routing.recording.expert_ids, "n b l s k -> l (n b s) k")
         got = dict(n_experts=routing.recording.n_experts, top_k=ids.shape[2])
         if got != dict(n_experts=n_experts, top_k=top_k):
-            raise ValueError(f"--routing {text} needs {n_experts=}, {top_k=} as its run had, got {got}")
+            raise ValueError(
+                f"--routing {text} needs {n_experts=}, {top_k=} as its run had, got {got}; measure with "
+                f"--top-k {got['top_k']} and {got['n_experts']} experts, or a recording of such a run"
+            )
         if len(ids) < n_layers or ids.shape[1] < first + n_tokens:
             raise ValueError(
                 f"--routing {text} needs {n_layers} layers of {first + n_tokens} tokens, got {len(ids)} of "

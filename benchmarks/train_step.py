@@ -32,6 +32,7 @@ from measure import (
     Result,
     check_run,
     describe,
+    end,
     environment,
     free,
     idle_share,
@@ -274,3 +275,4 @@ for name in cfg.parts:
     write_json(cfg.json, record)
     free(device)
 plot(cfg.plot, record["parts"], rate="flops")
+end(record)

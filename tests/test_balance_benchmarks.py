@@ -60,7 +60,7 @@ def test_a_routing_is_random_uniform_drawn_or_recorded(recording):
 
 def test_a_recording_of_other_experts_or_too_few_tokens_is_refused(recording):
     _, text = recording
-    with refuses("needs n_experts=16, top_k=4 as its run had, got {'n_experts': 8, 'top_k': 4}"):
+    with refuses("needs n_experts=16, top_k=4 as its run had, got {'n_experts': 8, 'top_k': 4}; measure"):
         expert_ids(text, 9, **SIZES | dict(n_experts=16))
     with refuses("needs 1 layers of 300 tokens, got 3 of 256; record more steps, or measure less"):
         expert_ids(text, 200, first=100, **SIZES)
@@ -137,6 +137,17 @@ def test_transports_carry_a_skewed_load_and_say_what_was_dropped(tmp_path, capsy
     assert "50.0% are dropped by rowwise" in capsys.readouterr().out
     ids = expert_ids("dirichlet:0.3", 32, **SIZES)[0]
     assert told["route"] and told["moe"] and all(torch.equal(x, ids) for kept in told.values() for x in kept)
+
+
+@pytest.mark.parametrize("script", ["moe_layer.py", "moe_kernels.py"])
+def test_a_recording_of_another_top_k_ends_the_program_and_says_with_which_option_it_would_do(
+    script, recording, tmp_path
+):
+    file, options = tmp_path / "x.json", "--shapes 16x8x8 --top-k 2 --rounds 1 --slot 0.001 --device cpu"
+    with pytest.raises(SystemExit, match="nothing could be measured of 16x8x8"):
+        as_main(BENCHMARKS / script, *options.split(), "--routing", recording[1], "--json", file)
+    (case,) = json.loads(file.read_text())["cases"]
+    assert "; measure with --top-k 4 and 8 experts" in case["results"][0]["error"]
 
 
 def test_a_row_map_of_other_experts_than_recorded_is_listed_with_the_reason(recording, tmp_path):

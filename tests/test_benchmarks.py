@@ -200,6 +200,19 @@ def test_a_shape_without_room_for_the_layer_is_reported_and_the_next_is_measured
     assert "16x16x32  FAILED  OutOfMemoryError" in capsys.readouterr().out
 
 
+def test_a_program_fails_with_a_shape_of_which_no_candidate_was_measured_and_for_no_single_one():
+    ceiling, good = (measure.Result(name=name, seconds=1.0) for name in (measure.DENSE, "good"))
+    bad = measure.Result(name="bad", error="ModuleNotFoundError: no such peer")
+    fine = dict(title="fine", results=[ceiling, good, bad])
+    measure.end(dict(cases=[fine]))
+    measure.end(dict(parts=dict(fine=[ceiling, good, bad])))
+    for results in ([ceiling, bad], [bad]):
+        with pytest.raises(SystemExit, match="nothing could be measured of whole; the reasons are above"):
+            measure.end(dict(cases=[fine, dict(title="whole", results=results)]))
+    with pytest.raises(SystemExit, match="measured of whole"):
+        measure.end(dict(parts=dict(fine=[good], whole=[bad])))
+
+
 def test_unknown_names_and_shapes_are_refused_before_anything_is_measured(monkeypatch):
     monkeypatch.setattr(moe_layer, "run_shape", None)
     monkeypatch.setattr(moe_kernels, "run_shape", None)
@@ -272,7 +285,8 @@ def test_a_toy_step_leaves_out_what_is_compiled_on_a_cpu_and_a_part_that_fails_e
     options = "--toy --more-experts -1 --batch-size 1 --n-microbatches 2 --rounds 1 --slot 0.001".split()
     command = [sys.executable, str(BENCHMARKS / "train_step.py"), *options, "--json", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.endswith("nothing could be measured of experts; the reasons are above\n")
     record = json.loads(file.read_text())
     assert record["config"]["seq_len"] == 128
     found = {
