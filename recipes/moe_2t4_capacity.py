@@ -53,7 +53,7 @@ class Config:
     gpu: Literal["h100", "h200", "b200", "b300"] | None = None  # refuse what exceeds its memory
     profile: int = 0  # steps to trace, after three; where their time went is printed
     dry_run: bool = False  # execute the step on fake ranks, without values, and say what it needs
-    n_gpus: int = 512  # ranks of a dry run
+    n_gpus: int = 512  # ranks of a dry run; with --toy 8
     full: bool = False  # a dry run of two ranks of every single group
 
 
@@ -63,6 +63,8 @@ if cfg.toy:
     model = config.toy(model)
     cfg = replace(cfg, pp=2, ep=2, seq_len=64, batch_size=16, n_microbatches=4, warmup_steps=2)
     cfg = replace(cfg, n_steps=min(cfg.n_steps, 5))
+    if cfg.dry_run and cfg.n_gpus == Config.n_gpus:  # none was given
+        cfg = replace(cfg, n_gpus=8)
 if cfg.pp < 2:
     raise SystemExit(f"moe_2t4_capacity needs pp >= 2, got {cfg.pp}; moe_47b has no pipeline")
 layout = layouts.check_recipe(model, cfg)

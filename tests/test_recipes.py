@@ -19,7 +19,7 @@ import train_forever
 from kill import after_lines, in_save, kill_tree, kill_when
 from scripts import as_main, on_ranks
 
-from moekit import checkpoint
+from moekit import checkpoint, dryrun
 from moekit.testing import ranks
 
 ROOT = Path(__file__).parent.parent
@@ -239,6 +239,14 @@ def test_every_recipe_has_a_dry_run(recipe, options, says, unchecked):
     printed = as_main(RECIPES / recipe, "--dry-run", *options.split())
     assert says in printed
     assert "parameters  optimizer state" in printed and "b300 (288 GB): fits" in printed
+
+
+@pytest.mark.parametrize(("options", "edp"), [((), 2), (("--n-gpus", 4), 1)])
+@pytest.mark.parametrize("recipe", ["moe_1t2.py", "moe_2t4_capacity.py"])
+def test_a_dry_run_of_a_toy_is_of_eight_ranks_where_no_number_is_given(recipe, options, edp, monkeypatch):
+    monkeypatch.setattr(dryrun, "dry_run_recipe", lambda build, model, layout, **_: layout)
+    printed = as_main(RECIPES / recipe, "--toy", "--dry-run", *options)
+    assert f"edp={edp}," in printed and "pp=2," in printed and "ep=2," in printed
 
 
 def test_a_dry_run_of_128_thousand_tokens_splits_them_over_eight_ranks():
