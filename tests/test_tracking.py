@@ -433,6 +433,13 @@ def test_a_report_of_nothing_but_a_loss_has_that_alone_and_one_of_no_run_says_so
     assert re.match("moekit.tracking: .*Not a directory", end)
 
 
+def test_the_reports_command_says_what_it_takes():
+    printed, end = python_m("moekit.tracking", "--help")
+    assert end == 0 and "Write the report of each folder" in printed
+    _, end = python_m("moekit.tracking")
+    assert end == "moekit.tracking needs a folder of a run, got none; see --help"
+
+
 def test_the_report_of_a_model_without_experts_has_no_load(tmp_path):
     run = tracking.Run(tmp_path)
     none = torch.zeros(0, 4, dtype=torch.int64)

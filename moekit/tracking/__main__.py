@@ -1,14 +1,22 @@
 """Draw the report of runs again from what they have logged: ``python -m moekit.tracking FOLDER ...``."""
 
-import sys
+from pathlib import Path
+
+import tyro
 
 from moekit.tracking._report import write_report
 
 
-def main(folders: list[str]) -> None:
-    """Write the report of each folder, and print where it is."""
+def main(folders: tyro.conf.Positional[tuple[Path, ...]]) -> None:
+    """Write the report of each folder, and print where it is.
+
+    Parameters
+    ----------
+    folders
+        Of runs: each has a metrics.jsonl.
+    """
     if not folders:
-        raise SystemExit("usage: python -m moekit.tracking FOLDER ...")
+        raise SystemExit("moekit.tracking needs a folder of a run, got none; see --help")
     for folder in folders:
         try:
             print(write_report(folder))
@@ -17,4 +25,4 @@ def main(folders: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    tyro.cli(main, prog="python -m moekit.tracking")
