@@ -104,8 +104,10 @@ class Precision:
         needs["dense_weight_grad"] = bool(self.attention_projections or (self.feed_forward and dense))
         needs["saved_activations"] |= needs["dense_weight_grad"]
         if nothing := [role for role, there in needs.items() if getattr(self, role) and not there]:
+            out = ", ".join(f"{role}=None" for role in nothing)
             raise ValueError(
-                f"Precision needs roles that the model has, got {', '.join(nothing)}; leave them out"
+                f"Precision needs roles that the model has, got {', '.join(nothing)}; leave them out: "
+                f"preset(name, {out})"
             )
         d, heads = config.d_model, config.n_heads * config.d_head
         widths = {
@@ -195,9 +197,14 @@ def preset(name: str, **changes: Any) -> Precision:
     ------
     ValueError
         For a name that is not there.
+    TypeError
+        For a change of what is no role.
     """
     if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(f"preset needs a name of {', '.join(map(repr, PRESETS))}, got {name!r}")
+    known = [field.name for field in fields(Precision)]
+    if unknown := [role for role in changes if role not in known]:
+        raise TypeError(f"preset needs changes of {', '.join(known)}, got {', '.join(unknown)}")
     return replace(PRESETS[name], **changes)
 
 

@@ -83,8 +83,9 @@ def test_an_entry_that_matches_nothing_is_refused():
     with refuses("Precision needs roles that the model has, got experts_forward, experts_input_grad"):
         MXFP8.check(dense)
     bare = replace(MODEL, n_dense_layers=0, d_shared=0)
-    with refuses("Precision needs roles that the model has, got feed_forward"):
+    with refuses("that the model has, got feed_forward; leave them out: preset(name, feed_forward=None)"):
         MXFP8.check(bare)
+    preset("mxfp8", feed_forward=None).check(bare)
     with refuses("got dense_weight_grad"):  # of products that are not rounded
         Precision(dense_weight_grad="mxfp8", emulate=True).check(MODEL)
     with refuses("dispatch_payload"):
@@ -448,6 +449,10 @@ def test_what_is_no_policy_and_tokens_that_do_not_fit_are_named(params, unchecke
             mk.model.feed_forward(ffn, torch.zeros(2, 64, dtype=torch.long), precision=policy)
     with refuses("preset needs a name of"):
         preset(["mxfp8"])
+    roles = "attention_projections, feed_forward, dense_weight_grad, experts_forward, experts_input_grad, "
+    with refuses(f"preset needs changes of {roles}", TypeError) as error:
+        preset("mxfp8", expert_forward=None, emulate=True)
+    assert str(error.value).endswith(", emulate, got expert_forward")
     if not torch.cuda.is_available():
         assert "REFUSED: there is no CUDA device to ask" in precision.FP8_ROWWISE.describe("cuda")
 
