@@ -21,6 +21,7 @@ from moekit._route import Routing
 from moekit._rowwise import rowwise
 from moekit.kernels import check_shapes
 from moekit.kernels.permute import expert_slots, to_rows, to_tokens
+from moekit.mesh import check_one_axis
 from moekit.profiling import ranged
 from moekit.tree import check_values, has_values, short_repr
 
@@ -110,8 +111,7 @@ def dispatch(
     ----------
     Lepikhin et al., GShard, 2020. https://arxiv.org/abs/2006.16668
     """
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"dispatch needs a one-axis mesh, got axes {mesh.mesh_dim_names}; pass mesh['ep']")
+    check_one_axis("dispatch", mesh)
     size = 1 if mesh is None else mesh.size()
     if routing.n_experts % size:
         raise ValueError(

@@ -22,7 +22,7 @@ from moekit.kernels import check_shapes, choose_products, elementwise
 from moekit.kernels.feed_forward import feed_forward as dense
 from moekit.kernels.permute import OneRank, count_experts, expert_slots
 from moekit.kernels.quantize import Quantized
-from moekit.mesh import local
+from moekit.mesh import check_one_axis, local
 from moekit.overlap import Overlap, beside, two_batch
 from moekit.profiling import named, ranged
 from moekit.tree import check_names, check_not_hollow
@@ -81,7 +81,11 @@ def moe(
     check_names("moe", "params", params, "router", "experts")
     check_names("moe", "experts", params["experts"], "gate_up", "down")
     if overlap not in get_args(Overlap):
-        raise ValueError(f"moe needs overlap 'none', 'two_batch' or 'shared', got {overlap!r}")
+        raise ValueError(
+            f"moe needs overlap 'none', 'two_batch' or 'shared', got {overlap!r}; moekit.overlap.fastest "
+            "chooses by timing"
+        )
+    check_one_axis("moe", mesh)
     low = Rounded.of(precision)
     check_payload("moe", low.policy, getattr(via, "payload", None))
     if overlap == "shared":
@@ -92,7 +96,7 @@ def moe(
     experts, shared = params["experts"], None
     if "shared" in params.keys():
         shared = partial(_shared_expert, x, params["shared"], low.tokens, low, kernels)
-    alone = mesh is None or (mesh.ndim == 1 and mesh.size() == 1)  # dispatch refuses a mesh of more axes
+    alone = mesh is None or mesh.size() == 1
     own: dict[str, Any] = dict(precision=low.part("experts"), grad_into=grad_into)
     if overlap == "two_batch":
         y, dropped = _in_two_batches(x, routing, experts, shared, own, kernels, via, mesh)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map, tree_unflatten
 
 from moekit._split_backward import backward_of_input, keeps_what_it_saves
 from moekit.batch import split_for
+from moekit.mesh import check_one_axis
 from moekit.schedules import Op, Schedule, lower
 from moekit.transforms import GradientSums, OnGrad, check_reached, differentiable
 from moekit.tree import add_up
@@ -73,9 +74,8 @@ def pipeline(
     ----------
     Huang et al., GPipe, 2018. https://arxiv.org/abs/1811.06965
     """
+    check_one_axis("pipeline", mesh, "pp")
     n_ranks = 1 if mesh is None else mesh.size()
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"pipeline needs a one-axis mesh, got axes {mesh.mesh_dim_names}; pass mesh['pp']")
     if schedule.n_ranks != n_ranks or schedule.n_stages != len(stages):
         raise ValueError(
             f"pipeline needs a schedule of its {n_ranks} ranks and {len(stages)} stages, got one of "

@@ -23,6 +23,7 @@ from moekit.kernels.one_sided import FP8, dequantize_rows, get_each, get_sum, pu
 from moekit.kernels.permute import Sent, gather_sum_backward
 from moekit.kernels.quantize import ROWWISE, Format, Quantized, quantize
 from moekit.kernels.row_map import RowMap, row_map
+from moekit.mesh import check_one_axis
 from moekit.symmetric import Layout, SymmetricMemory
 from moekit.tree import check_values
 
@@ -109,8 +110,7 @@ class rowwise:
         payload: torch.dtype | None = None,
         timeout: timedelta | None = None,
     ):
-        if mesh is not None and mesh.ndim != 1:
-            raise ValueError(f"rowwise needs a one-axis mesh, got {mesh.mesh_dim_names}; pass mesh['ep']")
+        check_one_axis("rowwise", mesh)
         if overflow not in ("even", "score", "refuse"):
             raise ValueError(f"rowwise needs overflow 'even', 'score' or 'refuse', got {overflow!r}")
         if kernels not in ("auto", "torch", "triton"):

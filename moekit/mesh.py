@@ -137,6 +137,14 @@ def edp_ep(who: str, mesh: DeviceMesh) -> DeviceMesh:
     return mesh["edp", "ep"]
 
 
+def check_one_axis(who: str, mesh: DeviceMesh | None, name: str = "ep") -> None:
+    """Raise ``ValueError`` unless a mesh is None or of one axis, as ``mesh[name]`` is."""
+    if mesh is None or getattr(mesh, "ndim", None) == 1:
+        return
+    got = f"axes {mesh.mesh_dim_names}" if hasattr(mesh, "mesh_dim_names") else repr(mesh)
+    raise ValueError(f"{who} needs a one-axis mesh, got {got}; pass mesh[{name!r}]")
+
+
 def context_mesh(mesh: DeviceMesh | None, cp: int) -> DeviceMesh | None:
     """Return the axis ``cp``: the neighbours on ``dp`` among which every row of a batch is split.
 

@@ -217,5 +217,18 @@ def test_a_mesh_of_two_axes_is_refused_by_kernels_too(unchecked):
     params, x = kernel_layer()
     two = SimpleNamespace(ndim=2, mesh_dim_names=("edp", "ep"), size=lambda: 1)
     for kernels in ("torch", "triton"):
-        with refuses("dispatch needs a one-axis mesh, got axes ('edp', 'ep')"):
+        with refuses("moe needs a one-axis mesh, got axes ('edp', 'ep'); pass mesh['ep']"):
             mk.moe(params, x, top_k=2, kernels=kernels, mesh=two)
+
+
+def test_a_name_is_no_mesh(unchecked):
+    params, x = kernel_layer()
+    needs = "needs a one-axis mesh, got 'ep'; pass mesh['ep']"
+    with refuses(f"moe {needs}"):
+        mk.moe(params, x, top_k=2, mesh="ep")
+    with refuses(f"dispatch {needs}"):
+        mk.dispatch(x, mk.route(params["router"], x, top_k=2), mesh="ep")
+    with refuses(f"rowwise {needs}"):
+        mk.rowwise("ep", n_tokens=1, d_model=1, n_experts=2, top_k=1)
+    with refuses("pipeline needs a one-axis mesh, got 'pp'; pass mesh['pp']"):
+        mk.pipeline([], schedule=None, boundary=None, mesh="pp")

@@ -114,7 +114,7 @@ def test_four_functions_by_hand_are_a_layer_in_two_batches():
 
 def test_what_cannot_run_beside_is_refused(unchecked):
     params, x = layer(shared=False), draw(3, D)
-    with refuses("moe needs overlap 'none', 'two_batch' or 'shared', got 'auto'"):
+    with refuses("moe needs overlap 'none', 'two_batch' or 'shared', got 'auto'; moekit.overlap.fastest"):
         mk.moe(params, x, top_k=2, overlap="auto")
     with refuses('moe needs params for overlap="shared" with shared'):
         mk.moe(params, x, top_k=2, overlap="shared")

@@ -166,7 +166,11 @@ KERNELS = ("auto", "torch", "triton", "quack", "loop")
 def check_kernels(who: str, kernels: str) -> None:
     """Raise ``ValueError`` for a name that a layer of experts does not know."""
     if kernels not in KERNELS:
-        raise ValueError(f"{who} needs kernels 'auto', 'torch', 'triton', 'quack' or 'loop', got {kernels!r}")
+        own = "; one of your own goes between dispatch and combine (docs/kernels.md, One's own)"
+        raise ValueError(
+            f"{who} needs kernels 'auto', 'torch', 'triton', 'quack' or 'loop', got {kernels!r}"
+            f"{own if callable(kernels) else ''}"
+        )
 
 
 def elementwise(kernels: str) -> str:

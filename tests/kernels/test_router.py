@@ -127,5 +127,7 @@ def test_a_layer_names_the_kernels_that_were_asked_for(unchecked):
     params["experts"]["down"] = torch.zeros(2, 8, 16)
     with refuses("moe needs kernels 'auto', 'torch', 'triton', 'quack' or 'loop', got 'cuda'"):
         mk.moe(params, torch.zeros(3, 16), top_k=1, kernels="cuda")
+    with refuses("; one of your own goes between dispatch and combine (docs/kernels.md, One's own)"):
+        mk.moe(params, torch.zeros(3, 16), top_k=1, kernels=lambda experts, rows, offsets: rows)
     with refuses("moe needs quack-kernels, CUDA and bfloat16 for kernels='quack', got "):
         mk.moe(params, torch.zeros(3, 16), top_k=1, kernels="quack")
