@@ -255,10 +255,12 @@ def _problems(config: ModelConfig, layout: Layout, n_gpus: int) -> Iterator[str]
             f"capacity_factor={at.capacity_factor} needs via='rowwise', got via={at.via!r}; take it, or "
             "leave out the factor"
         )
-    if not _is_imbalance(at):
+    if not 1 <= at.imbalance <= at.ep and at.imbalance != 1:
+        yield f"imbalance must be from 1 to ep, the ranks that share the experts: {at.imbalance}, ep={at.ep}"
+    elif not _is_imbalance(at):
         yield (
-            "imbalance must be from 1 to ep, and 1 with via='rowwise', whose capacity_factor gives the room: "
-            f"imbalance={at.imbalance}, ep={at.ep}, via={at.via!r}"
+            "imbalance must be 1 with via='rowwise', whose capacity_factor gives the room: "
+            f"{at.imbalance}; take another via, or the factor"
         )
     if at.attention_via is not None and at.cp == 1:
         yield f"attention_via={at.attention_via!r} needs cp > 1, got cp=1; leave it out"

@@ -101,12 +101,17 @@ RULES = [  # changes of a layout of tiny (16 layers, 64 experts) on 16 GPUs, wha
     ),
     (
         dict(imbalance=0.5, ep=3),
-        "imbalance must be from 1 to ep, and 1 with via='rowwise'",
+        "imbalance must be from 1 to ep, the ranks that share the experts: 0.5, ep=3",
         "ep=4, imbalance=1.0 instead of ep=3, imbalance=0.5",
     ),
     (
         dict(imbalance=1.5, via="rowwise"),
-        "whose capacity_factor gives the room: imbalance=1.5, ep=",
+        "imbalance must be 1 with via='rowwise', whose capacity_factor gives the room: 1.5",
+        "imbalance=1.0 instead of 1.5",
+    ),
+    (
+        dict(imbalance=1.5, ep=1),
+        "imbalance must be from 1 to ep, the ranks that share the experts: 1.5, ep=1",
         "imbalance=1.0 instead of 1.5",
     ),
     (dict(ep=0, cp=-1), "sizes must be at least 1: ep=0, cp=-1", "ep=1, cp=1 instead of ep=0, cp=-1"),
