@@ -130,10 +130,12 @@ def _start_wandb(config: Any, project: str, folder: Path, resume: bool) -> Any:
     except ImportError as error:
         print(f"wandb is not installed ({error}): figures and the report go to {folder} alone")
         return None
+    mode = _mode(wandb)
+    if mode == "disabled":
+        return None
     known = folder / "wandb-run-id"
     if not (resume and known.exists()):
         known.write_text(secrets.token_hex(4))
-    mode = _mode(wandb)
     return wandb.init(
         project=project,
         dir=str(folder),
