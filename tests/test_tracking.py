@@ -196,12 +196,13 @@ def test_a_step_that_is_logged_late_takes_nothing_from_those_after_it(tmp_path):
     assert tracking.read_metrics(tmp_path) == want
 
 
-def test_the_summary_has_the_best_loss_the_mean_rate_and_the_peaks():
+def test_the_summary_has_the_best_loss_the_mean_rate_the_peaks_and_what_was_held_out_last():
     records = {
         1: {"loss": 3.0, "tokens": 10, "speed/tokens_per_second": 10.0, "memory/peak_active_gib": 2.0},
         2: {"loss": 2.0, "tokens": 20, "speed/tokens_per_second": 40.0, "memory/peak_active_gib": 5.0},
         3: {"loss": math.nan, "tokens": 30, "speed/tokens_per_second": 40.0, "memory/peak_active_gib": 5.0},
-        4: {"held_out/bits_per_byte": 1.0},
+        4: {"held_out/bits_per_byte": 2.0, "held_out/mine": 3.0},
+        5: {"held_out/bits_per_byte": 2.5, "held_out/rows": {"0": [1, 2]}},
     }
     summary = tracking.summarize(records)
     assert math.isnan(summary.pop("summary/last_loss"))
@@ -210,6 +211,8 @@ def test_the_summary_has_the_best_loss_the_mean_rate_and_the_peaks():
         "summary/tokens": 30,
         "summary/tokens_per_second": pytest.approx(40.0),
         "summary/peak_active_gib": 5.0,
+        "summary/held_out/bits_per_byte": 2.5,
+        "summary/held_out/mine": 3.0,
     }
 
 

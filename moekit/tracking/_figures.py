@@ -174,4 +174,7 @@ def summarize(records: Mapping[int, Mapping[str, Any]], *, starts: Collection[in
     for name in ("wait/waited", "wait/gap", "wait/rows", "wait/ms"):
         if values := of(name):
             summary["mean_" + name.replace("/", "_")] = sum(values) / len(values)
+    for name, x in (item for record in records.values() for item in record.items()):
+        if name.startswith("held_out/") and isinstance(x, int | float):  # not rows of layers
+            summary[name] = x  # the last one stays
     return {f"summary/{name}": x for name, x in summary.items()}
