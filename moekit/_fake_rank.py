@@ -70,7 +70,7 @@ def run_ranks(
 
 def _work(connection, call: bytes, rank: int, world_size: int, device: Device) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what the server has imported is no garbage, and takes longer to look through than a small step
+    gc.freeze()  # what the server imported is no garbage, and looking through it takes half a second a step
     try:
         folder, sys.path[:], step_of_rank = pickle.loads(call)
         os.chdir(folder)
