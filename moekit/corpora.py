@@ -8,6 +8,7 @@ Files are a mapping of names to texts, or to arrays of token ids: read them, spl
 
 import hashlib
 import importlib
+import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,10 +117,12 @@ def standard_library() -> dict[str, str]:
     }
     skip |= {"encodings", "pydoc_data"}
     files = {}
-    for path in root.rglob("*.py"):
-        name = path.relative_to(root)
-        if skip.isdisjoint(name.parts) and not name.parts[0].startswith(("config-", "_sysconfigdata")):
-            files[name.as_posix()] = path.read_bytes().decode()
+    for folder, inner, names in os.walk(root):
+        inner[:] = set(inner) - skip  # not entered: installed packages may be many
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            name = path.relative_to(root)
+            if not name.parts[0].startswith(("config-", "_sysconfigdata")):
+                files[name.as_posix()] = path.read_bytes().decode()
     if not files:
         raise ValueError(f"standard_library needs Python's own source, got no .py file in {root}")
     topics = importlib.import_module("pydoc_data.topics").topics

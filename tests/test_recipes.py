@@ -70,18 +70,23 @@ def test_quickstart_continues_with_the_same_bits_after_a_stop(tmp_path):
     want = checksums(tmp_path / "run" / "step-000004")
     (tmp_path / "other").mkdir()
     (tmp_path / "run" / "step-000002").rename(tmp_path / "other" / "step-000002")
-    rest = run(*common, tmp_path / "other", "--resume")
+    rest = on_ranks(1, *common, tmp_path / "other", "--resume")
     assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > 2}
     assert checksums(tmp_path / "other" / "step-000004") == want
     with pytest.raises(RuntimeError, match=r"holds step-000004; continue it \(--resume\)"):
         on_ranks(1, *common, tmp_path / "other")
 
 
-def check_four_ranks_against_one(folder, options, n_steps, **how):
-    common = ["recipes/quickstart.py", *options, "--n-steps", n_steps, "--log-every", 1, "--save-every", 1000]
-    one = losses(run(*common, "--folder", folder / "one", **how))
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 4]
-    four = losses(run(*torchrun, *common, "--ep", 2, "--folder", folder / "four", **how))
+def torchrun(n, *command, **how):
+    """Start a recipe on ``n`` ranks as users do."""
+    return run("-m", "torch.distributed.run", "--nproc-per-node", n, *command, **how)
+
+
+def check_four_ranks_against_one(start, folder, options, n_steps, **how):
+    common = [RECIPES / "quickstart.py", *options, "--n-steps", n_steps, "--log-every", 1]
+    common += ["--save-every", 1000, "--folder"]
+    one = losses(on_ranks(1, *common, folder / "one", **how))
+    four = losses(start(4, *common, folder / "four", "--ep", 2, **how))
     assert one.keys() == four.keys() and len(one) == n_steps
     worst = max(abs(one[step] - four[step]) for step in one)
     print(f"the largest difference of {n_steps} losses is {worst:.1e}")
@@ -89,12 +94,12 @@ def check_four_ranks_against_one(folder, options, n_steps, **how):
 
 
 def test_four_ranks_print_the_losses_of_one_process(tmp_path):
-    check_four_ranks_against_one(tmp_path, [*SMALL, "--text", texts(tmp_path / "text")], 5)
+    check_four_ranks_against_one(on_ranks, tmp_path, [*SMALL, "--text", texts(tmp_path / "text")], 5)
 
 
 @pytest.mark.soak
 def test_four_ranks_print_the_losses_of_one_process_for_fifty_steps_of_the_standard_library(tmp_path):
-    check_four_ranks_against_one(tmp_path, ["--sample-bytes", 8], 50, plain=True, timeout=1800)
+    check_four_ranks_against_one(torchrun, tmp_path, ["--sample-bytes", 8], 50, plain=True, timeout=1800)
 
 
 @pytest.mark.soak
@@ -142,7 +147,7 @@ def test_train_moe_trains_a_preset_on_token_files_and_an_olmoe_on_text(tmp_path)
 def test_moe_47b_has_the_same_losses_on_ranks_of_experts(tmp_path):
     common = [RECIPES / "moe_47b.py", "--toy", "--n-steps", 3, "--batch-size", 4, "--log-every", 1]
     want = losses(on_ranks(1, *common, "--folder", tmp_path / "one"))
-    got = losses(on_ranks(2, *common, "--ep", 2, "--n-microbatches", 2, "--folder", tmp_path / "two"))
+    got = losses(torchrun(2, *common, "--ep", 2, "--n-microbatches", 2, "--folder", tmp_path / "two"))
     assert len(want) == 3 and all(abs(got[step] - want[step]) < 1e-4 for step in want)
 
 

@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import os
 import secrets
 import warnings
 from collections.abc import Mapping
@@ -125,6 +126,8 @@ def start_run(
 
 
 def _start_wandb(config: Any, project: str, folder: Path, resume: bool) -> Any:
+    if os.environ.get("WANDB_MODE") == "disabled":
+        return None  # without importing it, which takes a second
     try:
         import wandb
     except ImportError as error:

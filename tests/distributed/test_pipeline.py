@@ -97,22 +97,41 @@ def check(config, names, layout, *, batch=BATCH, **options):
         assert seen == named(params).keys()
 
 
-LAYOUTS = [
-    (WHOLE | SPLIT, dict(pp=2, edp=1, ep=1, n_microbatches=4)),
+LAYOUTS = [  # each schedule on stages of several ranks and, of each kind, on four stages
+    (SCHEDULES, dict(pp=2, edp=1, ep=1, n_microbatches=4)),
+    (("1f1b", "interleaved"), dict(pp=2, edp=2, ep=2, n_microbatches=2, recompute="block")),
+    (("zero-bubble, interleaved", "dualpipev"), dict(pp=2, edp=2, ep=2, n_microbatches=4)),
+    (("1f1b", "zero-bubble, interleaved", "dualpipev"), dict(pp=4, edp=1, ep=2, n_microbatches=8)),
+    (("gpipe", "zbv"), dict(pp=2, edp=1, ep=4, n_microbatches=4)),
+]
+ALL_LAYOUTS = [
     (WHOLE, dict(pp=2, edp=2, ep=2, n_microbatches=2, recompute="block")),
     (SPLIT, dict(pp=2, edp=2, ep=2, n_microbatches=4)),
-    (WHOLE | SPLIT, dict(pp=4, edp=1, ep=2, n_microbatches=8)),
-    (("1f1b", "interleaved", "zbv"), dict(pp=2, edp=1, ep=4, n_microbatches=4)),
+    (SCHEDULES, dict(pp=4, edp=1, ep=2, n_microbatches=8)),
+    (SCHEDULES, dict(pp=2, edp=1, ep=4, n_microbatches=4)),
 ]
 
 
-@pytest.mark.parametrize(
-    ("names", "layout"), LAYOUTS, ids=["-".join(map(str, layout.values())) for _, layout in LAYOUTS]
-)
-def test_every_schedule_has_the_gradients_of_one_process(names, layout):
+def check_layout(names, layout):
     # Stages with and without experts, with and without an embedding before, of one, two or more layers.
     config, _ = model(n_layers=2 * layout["pp"] + 1, n_dense_layers=2)
     check(config, list(names), layout)
+
+
+def by_layout(layouts):
+    ids = ["-".join(map(str, layout.values())) for _, layout in layouts]
+    return pytest.mark.parametrize(("names", "layout"), layouts, ids=ids)
+
+
+@by_layout(LAYOUTS)
+def test_every_schedule_has_the_gradients_of_one_process(names, layout):
+    check_layout(names, layout)
+
+
+@pytest.mark.soak
+@by_layout(ALL_LAYOUTS)
+def test_every_schedule_has_the_gradients_of_one_process_on_every_layout(names, layout):
+    check_layout(names, layout)
 
 
 LONG = batch_of(  # 8 positions, so that 2 ranks hold 2 chunks each
@@ -123,7 +142,7 @@ LONG = batch_of(  # 8 positions, so that 2 ranks hold 2 chunks each
 @pytest.mark.parametrize(
     ("names", "layout"),
     [
-        (["1f1b", "interleaved", "zbv"], dict(pp=2, edp=2, ep=2, cp=2, n_microbatches=4)),
+        (["interleaved", "zbv"], dict(pp=2, edp=2, ep=2, cp=2, n_microbatches=4)),
         (["zero-bubble"], dict(pp=2, edp=1, ep=4, cp=4, n_microbatches=8)),
     ],
     ids=["cp=2", "cp=4"],
@@ -261,17 +280,16 @@ def test_a_checkpoint_of_four_stages_continues_on_four_ranks_of_experts_and_back
     config, _ = model(n_layers=4)
     _, want = steps(config, {}, 4)
     pp, ep = dict(pp=4), dict(ep=4)
-    for i, (first, second) in enumerate([(pp, ep), (ep, pp), (pp, {})]):
-        ranks(4)(steps, config, first, 2, folder=str(tmp_path / f"{i}"), save_at=2)
-        results = (
-            ranks(4)(steps, config, second, 2, folder=str(tmp_path / f"{i}"))
-            if second
-            else [steps(config, {}, 2, folder=str(tmp_path / f"{i}"))]
-        )
-        _, got = merged(results)
-        assert got.keys() == want.keys()
-        for key in want:
-            torch.testing.assert_close(got[key], want[key], rtol=1e-8, atol=1e-10)
+    for i, (first, then) in enumerate([(pp, [ep, {}]), (ep, [pp])]):
+        folder = str(tmp_path / f"{i}")
+        ranks(4)(steps, config, first, 2, folder=folder, save_at=2)
+        for second in then:
+            args = (config, second, 2)
+            results = ranks(4)(steps, *args, folder=folder) if second else [steps(*args, folder=folder)]
+            _, got = merged(results)
+            assert got.keys() == want.keys()
+            for key in want:
+                torch.testing.assert_close(got[key], want[key], rtol=1e-8, atol=1e-10)
 
 
 def one_process(config, stages, **changes):

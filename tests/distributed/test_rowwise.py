@@ -36,7 +36,8 @@ def test_rows_arrive_and_come_home_as_of_any_transport():
 def test_its_kernels_keep_the_contract_too():
     pytest.importorskip("triton")
     via = partial(mk.rowwise, kernels="triton")
-    check_transport(via, n_ranks=(1, 2), dtypes=(torch.float32, torch.bfloat16))
+    check_transport(via, n_ranks=(1,), dtypes=(torch.bfloat16,))
+    check_transport(via, n_ranks=(2,), dtypes=(torch.float32,))
 
 
 # --- A layer --------------------------------------------------------------------------
@@ -486,10 +487,10 @@ def test_a_rank_that_does_not_come_is_an_error_on_the_others_within_the_timeout(
 # --- Races ----------------------------------------------------------------------------
 
 
-N_RUNS = 20  # in which every barrier that is left out is seen
+N_RUNS = 10  # a barrier that is left out is seen in the second
 
 
-@pytest.mark.parametrize(("payload", "n_runs"), [(None, N_RUNS), (FP8, 10)])
+@pytest.mark.parametrize(("payload", "n_runs"), [(None, N_RUNS), (FP8, 5)])
 def test_ranks_that_are_late_change_no_bit(payload, n_runs):
     assert all(ranks(4)(hurried, None, n_runs, payload=payload))
 
@@ -519,7 +520,7 @@ def buffers_come_and_go():
     via = mk.rowwise(mesh, n_tokens=64, d_model=D, n_experts=8, top_k=K, dtype=torch.float32)
     here = len(mapped())
     params, leaves = make_params(8, torch.float32)
-    for step in range(200):
+    for step in range(80):
         x = tokens(1 + step % 64, torch.float32, step)
         y = mk.moe(params, x, top_k=K, via=via, kernels="loop", mesh=mesh)[0]
         torch.autograd.grad(y.sum(), leaves)
