@@ -15,12 +15,8 @@ LOOP = functools.partial(mk.expert_forward, kernels="loop")
 # --- check_kernel ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("op", "dtype"),
-    [(mk.expert_forward, torch.float32), (mk.expert_forward, torch.bfloat16), (LOOP, torch.float64)],
-)
-def test_the_kernels_of_moekit_pass(op, dtype):
-    table = check_kernel(op, dtype=dtype)
+def test_the_table_has_a_row_per_case_and_a_column_per_gradient():
+    table = check_kernel(LOOP, dtype=torch.float64)
     assert [line[:28].strip() for line in table.splitlines()] == [
         *("equal", "ragged", "an expert without rows", "one expert takes all", "no rows", "one row"),
         *("garbage after the end", "seven rows", "65,537 rows", "transposed weights"),

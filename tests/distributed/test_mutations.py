@@ -179,17 +179,18 @@ def of_the_page(old, new, count):
     return names["all_gather"]
 
 
-@pytest.mark.parametrize("n", [2, 4])
+RANK = ("mesh.get_local_rank()", "torch.distributed.get_rank()", 1, r"offsets \(even, .*: \[0, 0\], wanted")
+GROUP = (", mesh)\n", ", torch.distributed.group.WORLD)\n", 3, r"offsets \(even, .*wanted")
+SIZE = ("mesh.size()", "torch.distributed.get_world_size()", 1, r"Error[\s\S]*check_transport: even, ")
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "count", "message"),
-    [
-        ("mesh.get_local_rank()", "torch.distributed.get_rank()", 1, r"offsets \(even, .*: \[0, 0\], wanted"),
-        (", mesh)\n", ", torch.distributed.group.WORLD)\n", 3, r"offsets \(even, .*wanted"),
-        ("mesh.size()", "torch.distributed.get_world_size()", 1, r"Error[\s\S]*check_transport: even, "),
-    ],
-    ids=["rank", "group", "size"],
+    ("n", "fault"),
+    [(2, RANK), (2, GROUP), (2, SIZE), (4, GROUP)],
+    ids=["rank-2", "group-2", "size-2", "group-4"],
 )
-def test_a_transport_that_takes_the_world_for_its_mesh_is_named(n, old, new, count, message):
+def test_a_transport_that_takes_the_world_for_its_mesh_is_named(n, fault):
+    old, new, count, message = fault
     died = "the process ended with exit code -"  # gloo may abort where collectives of two groups meet
     with pytest.raises(RuntimeError, match=f"{message}|{died}") as error:
         check_transport(of_the_page(old, new, count), n_ranks=(n,))

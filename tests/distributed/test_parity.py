@@ -111,7 +111,7 @@ def test_sums_that_the_loss_adds_to_itself_lie_on_a_mesh_as_the_others_do():
 @pytest.mark.parametrize("i", range(len(MODELS)), ids=list(MODELS))
 def test_models_are_the_same_on_selected_layouts(i):
     name = list(MODELS)[i]
-    check_gradients(*loss_of(name), BATCH, layouts_of(name, LAYOUTS)[4 * i % 37 :: 37])
+    check_gradients(*loss_of(name), BATCH, layouts_of(name, LAYOUTS)[11 * i % 53 :: 53])
 
 
 def test_every_mesh_up_to_8_ranks_gives_the_same_gradients():
@@ -127,8 +127,8 @@ def test_ranks_may_hold_unequal_numbers_of_rows_or_none():
         dict(edp=2, ep=2, rows=[6, 4, 6, 0], accumulate=2, recompute=("attention", "ffn")),
         dict(edp=2, ep=4, rows=[0, 0, 5, 0, 10, 0, 0, 1]),
     ]
-    for name in (BASE, "random assignment"):
-        check_gradients(*loss_of(name), BATCH, layouts)
+    check_gradients(*loss_of(BASE), BATCH, layouts)
+    check_gradients(*loss_of("random assignment"), BATCH, layouts[2::2])
 
 
 def test_float32_agrees_to_its_own_accuracy():

@@ -156,9 +156,17 @@ def torch_adamw(edp, ep, steps, dtype, clip):
     return {name: p.detach() for name, p in leaves.items()}
 
 
-@pytest.mark.parametrize("clip", [None, 3.0], ids=["", "clip"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("edp", "ep"), MESHES)
+@pytest.mark.parametrize(
+    ("edp", "ep", "dtype", "clip"),
+    [
+        (edp, ep, dtype, clip)
+        for i, (edp, ep) in enumerate(MESHES)
+        for j, dtype in enumerate([torch.float32, torch.bfloat16])
+        for k, clip in enumerate([None, 3.0])
+        if (edp, ep) == (2, 2) or (i + j + k) % 2 == 0  # elsewhere each pair of these three
+    ],
+    ids=lambda x: str(x),
+)
 def test_twenty_steps_equal_torchs_adamw_on_one_process(edp, ep, dtype, clip):
     want = torch_adamw(edp, ep, 20, dtype, clip)
     for master, params in ranks(edp * ep)(train, edp, ep, 20, dtype, clip):
