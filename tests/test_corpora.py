@@ -1,5 +1,8 @@
 import json
 import math
+import os
+import sysconfig
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,6 +90,21 @@ def test_the_standard_library_is_megabytes_of_text_in_a_fixed_order(library):
     assert "class JSONDecoder" in library["json/decoder.py"]
     assert library["pydoc_data/topics/for"].startswith('The "for" statement')
     assert {"site-packages", "test", "tests"}.isdisjoint(part for name in library for part in name.split("/"))
+
+
+def test_installed_packages_are_no_part_of_the_standard_library_and_are_not_even_listed(
+    tmp_path, monkeypatch
+):
+    files = ("a.py", "email/b.py", "email/c.txt", "site-packages/d/e.py", "email/test/f.py", "config-3/g.py")
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    listed, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: listed.append(Path(path).name) or scandir(path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    names = [name for name in standard_library() if not name.startswith("pydoc_data/topics/")]
+    assert names == ["a.py", "email/b.py"]
+    assert sorted(listed) == sorted([tmp_path.name, "email", "config-3"])
 
 
 def test_a_file_stays_on_its_side_of_the_split_whatever_else_there_is(library):

@@ -107,6 +107,13 @@ def test_without_wandb_a_run_says_so_once_and_logs_to_its_folder(tmp_path, monke
     assert json.loads((tmp_path / "config.json").read_text()) == {"lr": 0.5, "folder": "here"}
 
 
+def test_where_wandb_is_disabled_it_is_not_imported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # to import it would fail, which is told
+    assert tracking.start_run(Config(), project="p", folder=tmp_path).wandb is None
+    assert capsys.readouterr().out == ""
+
+
 # --- Files ----------------------------------------------------------------------------
 
 
