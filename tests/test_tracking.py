@@ -110,8 +110,9 @@ def test_without_wandb_a_run_says_so_once_and_logs_to_its_folder(tmp_path, monke
 def test_where_wandb_is_disabled_it_is_not_imported(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setitem(sys.modules, "wandb", None)  # to import it would fail, which is told
-    assert tracking.start_run(Config(), project="p", folder=tmp_path).wandb is None
-    assert capsys.readouterr().out == ""
+    run = tracking.start_run(Config(), project="p", folder=tmp_path)
+    assert run.wandb is None and capsys.readouterr().out == ""
+    run.finish()
 
 
 # --- Files ----------------------------------------------------------------------------

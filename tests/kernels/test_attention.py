@@ -35,11 +35,11 @@ CASES = {  # b, s, n, m, h and documents
     "whole rows, odd": (2, 5, 3, 1, 16, None),
     "whole rows, several blocks": (1, 137, 4, 2, 16, None),
     "short documents": (2, 140, 2, 2, 16, random_documents(2, 140, 30)),
-    "one document": (1, 137, 2, 1, 32, torch.zeros(1, 137, dtype=torch.long)),
-    "a document over two blocks": (1, 200, 2, 1, 16, (torch.arange(200) >= 100).long()[None]),
+    "one document": (1, 193, 2, 1, 32, torch.zeros(1, 193, dtype=torch.long)),
+    "a document over two blocks": (1, 300, 2, 1, 16, (torch.arange(300) >= 150).long()[None]),
     "every position by itself": (1, 130, 1, 1, 16, torch.arange(130)[None]),
     "one position": (1, 1, 1, 1, 16, torch.zeros(1, 1, dtype=torch.long)),
-    "padding": (1, 140, 2, 1, 16, padded(1, 140)),
+    "padding": (1, 200, 2, 1, 16, padded(1, 200)),
     "no rows": (0, 5, 1, 1, 16, torch.zeros(0, 5, dtype=torch.long)),
 }
 EACH_CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
