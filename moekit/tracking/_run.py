@@ -127,7 +127,7 @@ def start_run(
 
 def _start_wandb(config: Any, project: str, folder: Path, resume: bool) -> Any:
     if os.environ.get("WANDB_MODE") == "disabled":
-        return None  # without importing it, which takes a second
+        return None  # wandb's own switch, read here so as not to import it, which takes a second
     try:
         import wandb
     except ImportError as error:
