@@ -210,6 +210,24 @@ def test_lower_precisions_stay_near_float64(changes):
         assert got.dtype == torch.float32 and (got - want).norm() < tol * want.norm()
 
 
+def test_a_compiled_block_is_one_graph_and_gives_the_loss_of_a_plain_one():
+    config = small_config()
+    params, batch = params_of(config), packed_batch(2, 6)
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    block = torch.compile(model.transformer_block, backend=count, fullgraph=True)
+    compiled, plain = (
+        mk.next_token_loss(params, batch, config=config, block=b)[0] for b in (block, model.transformer_block)
+    )
+    close(compiled, plain)
+    assert len(graphs) == 2  # a layer with a plain feed-forward, and one with experts
+
+
 def test_biases_reach_the_layers_that_have_experts_in_their_order():
     config, batch = small_config(n_layers=3), packed_batch()
     params = params_of(config)

@@ -55,7 +55,7 @@ def _explain(plain, typechecker, args, kwargs, out=None):
 def _in_eager_code(plain, typechecker):
     import torch  # here: a process that never imports moekit does not pay for torch
 
-    if not plain.__annotations__:
+    if torch.compiler.is_compiling() or not plain.__annotations__:  # while tracing a closure may be made
         return plain
     if plain.__code__ not in _checks:
         _checks[plain.__code__] = _checks_of(plain, typechecker)
