@@ -5,15 +5,18 @@ r"""Does communication beside computation pay? Experts and transport alone, in t
 
 For each shape and transport, forward alone: ``compute`` is the experts over rows that have arrived,
 ``communicate`` is dispatch and combine without experts between them, ``in turn`` both on one stream, ``at
-once`` both on two. What is hidden is (in turn - at once) / min(compute, communicate): 1 where the shorter
-costs nothing, 0 where nothing is gained, below 0 where both at once are slower. Then forward and backward of
-a layer with a shared expert: nothing beside anything, in two batches, and the shared expert beside the rest;
-``of none`` is the time as a part of the first one's. ``layer two_batch in turn`` has two batches on one
-stream: it costs over ``layer none`` what halves cost, and ``layer two_batch`` over it what streams do. Times
-are rank 0's; ranks wait for each other in each call that communicates. One GPU has no link: there a
-transport's copies alone run beside the experts.
+once`` both on two. With ``--free N`` also ``compute N free``, the experts by Triton's products on all of the
+device's processors but N, and ``at once N free``, these first and what is sent beside them. What is hidden
+is (in turn - at once) / min(compute, communicate): 1 where the shorter costs nothing, 0 where nothing is
+gained, below 0 where both at once are slower. Then forward and backward of a layer with a shared expert:
+nothing beside anything, in two batches, and the shared expert beside the rest; ``of none`` is the time as a
+part of the first one's. ``layer two_batch in turn`` has two batches on one stream: it costs over ``layer
+none`` what halves cost, and ``layer two_batch`` over it what streams do. Times are rank 0's; ranks wait for
+each other in each call that communicates. One GPU has no link: there a transport's copies alone run beside
+the experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +31,8 @@ from torch import Tensor
 
 import moekit as mk
 from moekit import overlap
+from moekit.kernels import grouped_mm
+from moekit.kernels._backend import n_processors
 from moekit.mesh import world_size
 
 
@@ -44,6 +49,7 @@ class Config:
         "all_to_all",
         "rowwise",
     )  # local on one rank alone
+    free: tuple[int, ...] = ()  # processors that products leave to what is sent, one candidate each
     capacity_factor: float = 1.25  # of rowwise
     rounds: int = 3
     slot: float = 0.25  # seconds a candidate and round
@@ -57,6 +63,9 @@ def main(cfg: Config) -> dict[str, Any]:
     check_run(cfg, cfg.device)
     for text in cfg.shapes:
         sizes(text)
+    all_of_them = n_processors(torch.device(cfg.device))
+    if wrong := [n for n in cfg.free if not 0 < n < all_of_them]:
+        raise SystemExit(f"--free needs from 1 to {all_of_them - 1} of the device's processors, got {wrong}")
     mesh = mk.make_mesh(ep=world_size(), device=cfg.device)
     run = partial(run_shape, ep=None if mesh is None else mesh["ep"])
     columns = [("hidden", known("hidden"), ".3f"), ("of none", known("of none"), ".3f")]
@@ -98,7 +107,7 @@ def run_shape(cfg: Config, text: str, *, ep: Any) -> dict[str, Any]:
     seconds = {r.name: r.seconds for r in results if r.seconds}
     for result in results:
         kind, _, name = result.name.partition(", ")
-        if result.seconds and kind == "at once" and f"in turn, {name}" in seconds:
+        if result.seconds and kind.startswith("at once") and f"in turn, {name}" in seconds:
             shorter = min(seconds[f"compute, {name}"], seconds[f"communicate, {name}"])
             result.more["hidden"] = (seconds[f"in turn, {name}"] - result.seconds) / shorter
         if result.seconds and (none := seconds.get(f"layer none, {name}")) and kind.startswith("layer"):
@@ -136,8 +145,8 @@ def parts(
     flops = 6 * n_rows * x.shape[1] * cfg.d_expert
 
     @torch.no_grad()
-    def compute() -> None:
-        mk.expert_forward(params["experts"], arrived.rows, arrived.offsets)
+    def compute(kernels: Any = "auto") -> None:
+        mk.expert_forward(params["experts"], arrived.rows, arrived.offsets, kernels=kernels)
 
     @torch.no_grad()
     def communicate(x: Tensor) -> Tensor:
@@ -153,7 +162,19 @@ def parts(
         compute()
         take()
 
-    return {
+    def leaving(free: int, beside: Callable[[Tensor], object]) -> None:
+        kernels = "triton" if x.is_cuda else "torch"
+        with mock.patch.object(grouped_mm, "n_processors", lambda device: n_processors(device) - free):
+            take = overlap.beside(lambda _: compute(kernels), x)
+        beside(x)
+        take()
+
+    some_free = {
+        f"{kind} {free} free, {name}": Candidate(run=partial(leaving, free, run), flops=flops)
+        for free in cfg.free
+        for kind, run in (("compute", lambda _: None), ("at once", communicate))
+    }
+    return some_free | {
         f"compute, {name}": Candidate(run=compute, flops=flops),
         f"communicate, {name}": Candidate(run=partial(communicate, x), bytes=moved),
         f"in turn, {name}": Candidate(run=in_turn, flops=flops),

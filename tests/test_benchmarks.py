@@ -16,7 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from scripts import as_main, on_ranks
 
+import moekit as mk
 from moekit import _moe
+from moekit.kernels import grouped_mm
 from moekit.testing import ranks
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -260,6 +262,8 @@ def test_no_rounds_no_device_and_more_experts_a_token_than_there_are_are_refused
     for module in (moe_layer, moe_kernels):
         with pytest.raises(SystemExit, match="--device cuda needs CUDA, and torch finds none"):
             module.main(module.Config(device="cuda"))
+    with pytest.raises(SystemExit, match=r"--free needs from 1 to 2 of .* processors, got \[0, 3\]"):
+        overlap.main(overlap.Config(free=(1, 0, 3), device="cpu"))
     with pytest.raises(SystemExit, match=r"1 to the number of experts, 8 of the layer and 128 of .*, got 9"):
         dispatch.main(dispatch.Config(top_k=9))
 
@@ -532,9 +536,22 @@ def test_recorded_rows_that_are_none_are_refused_at_once(tmp_path, monkeypatch):
             gemm_values.main(gemm_values.Config(recorded=file, device="cpu"))
 
 
+def test_products_leave_the_processors_that_were_asked_for(monkeypatch):
+    cpu, seen = torch.device("cpu"), []
+    monkeypatch.setattr(mk, "expert_forward", lambda *args, **o: seen.append(grouped_mm.n_processors(cpu)))
+    cfg = overlap.Config(d_expert=8, d_shared=8, top_k=2, device="cpu", free=(1, 2))
+    x = torch.randn(6, 4)
+    params = overlap.make_layer(cfg, 4, 4, 1, x)
+    runs = overlap.parts(cfg, "local", "local", params, x, None)
+    for name in ("compute, local", "compute 1 free, local", "at once 2 free, local"):
+        runs[name].run()
+    assert seen == [3, 2, 1]  # of the interpreter
+
+
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_overlap_says_what_was_hidden_and_how_long_layers_take_in_each_way(n_ranks, tmp_path):
     options = "--shapes 16x8x4 32x16x4 --d-expert 8 --d-shared 8 --top-k 2 --rounds 1 --slot 0.001".split()
+    options += ["--free", "1"]
     files = tmp_path / "overlap.json", tmp_path / "overlap.png"
     on_ranks(n_ranks, BENCHMARKS / "overlap.py", *options, "--json", files[0], "--plot", files[1])
     record = json.loads(files[0].read_text())
@@ -548,8 +565,10 @@ def test_overlap_says_what_was_hidden_and_how_long_layers_take_in_each_way(n_ran
         for via in ("all_to_all", "rowwise"):
             seconds = {name: r["seconds"] for name, r in results.items()}
             shorter = min(seconds[f"compute, {via}"], seconds[f"communicate, {via}"])
-            gained = seconds[f"in turn, {via}"] - seconds[f"at once, {via}"]
-            assert results[f"at once, {via}"]["more"]["hidden"] == pytest.approx(gained / shorter)
+            assert f"compute 1 free, {via}" in results
+            for way in ("at once", "at once 1 free"):
+                gained = seconds[f"in turn, {via}"] - seconds[f"{way}, {via}"]
+                assert results[f"{way}, {via}"]["more"]["hidden"] == pytest.approx(gained / shorter)
             for way in ("none", "two_batch", "two_batch in turn", "shared"):
                 found, none = results[f"layer {way}, {via}"], results[f"layer none, {via}"]
                 assert found["more"]["of none"] == pytest.approx(found["seconds"] / none["seconds"])
