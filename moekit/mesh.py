@@ -36,7 +36,7 @@ def make_mesh(
     """Arrange all ranks as ``pp`` x ``edp`` x ``ep``. Collective, once per process.
 
     Starts the default process group (NCCL on CUDA, gloo on CPUs) from torchrun's environment unless one
-    exists.
+    exists; then a rank that has chosen no CUDA device gets that of its number on its host.
 
     Parameters
     ----------
@@ -81,6 +81,9 @@ def make_mesh(
     sizes = {"pp": pp, "edp": edp, "ep": ep}
     if pp == 1:
         del sizes["pp"]
+    # init_device_mesh leaves the device alone once CUDA is in use, be it on the default one.
+    if device == "cuda" and not started and torch.cuda.is_initialized() and not torch.cuda.current_device():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     with _disable_current_modes():  # its tensor of ranks is real, also in a dry run on fake ones
         mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         data_mesh(mesh)  # makes its group now, when every rank is here

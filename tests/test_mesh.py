@@ -33,6 +33,24 @@ def test_a_process_that_was_started_alone_has_no_mesh_and_no_process_group(monke
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("in_use", "current", "moves_to"),
+    [(True, 0, [3]), (True, 2, []), (False, 0, [])],
+    ids=["default device in use", "another chosen", "nothing in use: torch chooses"],
+)
+def test_a_rank_that_already_uses_the_default_device_gets_its_own(
+    in_use, current, moves_to, of_torchrun, monkeypatch
+):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(mk.mesh, "init_device_mesh", lambda *args, **options: list(chosen))
+    monkeypatch.setattr(mk.mesh, "data_mesh", lambda mesh: None)
+    assert mk.make_mesh(device="cuda") == moves_to
+
+
 def test_without_a_mesh_parameters_and_shapes_pass_as_they_are():
     assert mk.mesh.distribute(PARAMS, None) is PARAMS
     assert mk.local(PARAMS["norm"]) is PARAMS["norm"]
