@@ -42,13 +42,14 @@ def test_a_rank_that_already_uses_the_default_device_gets_its_own(
     in_use, current, moves_to, of_torchrun, monkeypatch
 ):
     monkeypatch.setenv("LOCAL_RANK", "3")
-    chosen = []
+    chosen, when_made = [], []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(mk.mesh, "init_device_mesh", lambda *args, **options: list(chosen))
+    monkeypatch.setattr(mk.mesh, "init_device_mesh", lambda *args, **options: when_made.extend(chosen))
     monkeypatch.setattr(mk.mesh, "data_mesh", lambda mesh: None)
-    assert mk.make_mesh(device="cuda") == moves_to
+    mk.make_mesh(device="cuda")
+    assert chosen == when_made == moves_to
 
 
 def test_without_a_mesh_parameters_and_shapes_pass_as_they_are():
