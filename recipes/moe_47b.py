@@ -53,7 +53,7 @@ class Config:
     attention_via: Literal["all_to_all", "all_gather"] | None = None  # over heads, or keys; by default heads
     seed: int = 0
     precision: Literal["bf16", "fp8_rowwise", "mxfp8"] = "bf16"  # of products; in eight bits where natively
-    toy: bool = False  # the same code at a width for a laptop, in float32
+    toy: bool = False  # the same code at a width for a laptop, in float32, of up to 8 experts
     folder: Path = Path("runs/moe_47b")
     save_every: int | None = None  # steps; by default nothing is saved
     resume: bool = False  # continue from the newest checkpoint in the folder, if any
@@ -68,7 +68,7 @@ class Config:
 cfg = tyro.cli(Config, description=__doc__)
 model = mk.preset("bench-8L", n_experts=cfg.n_experts, max_seq_len=max(cfg.seq_len, 8192))
 if cfg.toy:
-    model = config.toy(model)
+    model = config.toy(model, n_experts=min(cfg.n_experts, 8))
     cfg = replace(cfg, seq_len=min(cfg.seq_len, 128), n_steps=min(cfg.n_steps, 10))
 layout = layouts.check_recipe(model, cfg)
 policy = mk.precision.preset(cfg.precision, emulate=cfg.toy)

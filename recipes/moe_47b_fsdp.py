@@ -55,7 +55,7 @@ class Config:
     lr: float = 3e-4  # at its peak
     warmup_steps: int = 10
     seed: int = 0
-    toy: bool = False  # the same code at a width for a laptop, in float32
+    toy: bool = False  # the same code at a width for a laptop, in float32, of up to 8 experts
     folder: Path = Path("runs/moe_47b_fsdp")
     log_every: int = 5  # steps
     profile: int = 0  # steps to trace, after three; where their time went is printed
@@ -67,7 +67,7 @@ class Config:
 cfg = tyro.cli(Config, description=__doc__)
 model = mk.preset("bench-8L", n_experts=cfg.n_experts)
 if cfg.toy:
-    model = config.toy(model)
+    model = config.toy(model, n_experts=min(cfg.n_experts, 8))
     cfg = replace(cfg, seq_len=min(cfg.seq_len, 128), n_steps=min(cfg.n_steps, 10))
 layout = layouts.check_recipe(model, cfg)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")

@@ -31,6 +31,7 @@ import moe_layer
 import overlap
 import peers
 import precision
+import set_ups
 
 QUICK = dict(rounds=2, slot=1e-3, device="cpu")
 
@@ -609,3 +610,35 @@ def test_dispatch_compares_transports_on_any_number_of_ranks(n_ranks, tmp_path):
     assert ("copy to the next rank" in results) == (n_ranks > 1)
     moved = results["put"]["bytes_per_second"] * results["put"]["seconds"] / (16 * 4)  # rows
     assert moved == pytest.approx(32 * 5) if n_ranks == 1 else 0 < moved < 32 * 4
+
+
+def test_set_ups_are_predicted_and_run_and_one_that_is_refused_ends_no_other(tmp_path, capsys):
+    cfg = set_ups.Config(
+        n_gpus=2,
+        n_experts=(8, 7),
+        ways=("one GPU", "rowwise"),
+        n_steps=7,
+        rounds=1,
+        toy=True,
+        json=tmp_path / "set_ups.json",
+        device="cpu",
+    )
+    set_ups.main(cfg)
+    alone, rowwise, refused = json.loads((tmp_path / "set_ups.json").read_text())["parts"]["2 ranks"]
+    assert "ep must divide n_experts: ep=2, n_experts=7" in refused["error"]
+    assert [r["name"] for r in (alone, rowwise)] == ["8 experts, one GPU", "8 experts, rowwise"]
+    assert not alone["error"] and not rowwise["error"] and rowwise["n_timed"] == 2
+    assert len(rowwise["more"]["loss"]) == 7
+    rates = rowwise["tokens_per_second"], alone["tokens_per_second"]
+    assert rowwise["more"]["of_one_gpu"] == pytest.approx(rates[0] / rates[1])
+    assert alone["more"]["sent_bytes"] == 0 < rowwise["more"]["sent_bytes"]
+    assert "7 experts, rowwise" in capsys.readouterr().out
+
+
+def test_set_ups_want_several_gpus_and_steps_beside_those_left_out():
+    with pytest.raises(SystemExit, match="--n-gpus of 2 or more, got 1"):
+        set_ups.main(set_ups.Config(n_gpus=1, device="cpu"))
+    with pytest.raises(SystemExit, match="more than the 5 that are left out, got 5"):
+        set_ups.main(set_ups.Config(n_gpus=2, n_steps=5, device="cpu"))
+    with pytest.raises(SystemExit, match="8 experts at most, got --n-experts 128"):
+        set_ups.main(set_ups.Config(n_gpus=2, toy=True, device="cpu"))
