@@ -93,20 +93,27 @@ def main(cfg: Config) -> None:
     torch.manual_seed(rank)
     x = torch.randn(cfg.tokens, cfg.d_model, device=device, dtype=dtype)
     params = make_layer(cfg, size, device, dtype)
-    via = mk.rowwise(
-        ep, n_tokens=cfg.tokens, d_model=cfg.d_model, n_experts=cfg.n_experts, top_k=cfg.top_k, dtype=dtype,
-        capacity_factor=cfg.capacity_factor, device=device,
-    )  # fmt: skip
+    sizes: dict[str, Any] = dict(
+        n_tokens=cfg.tokens, d_model=cfg.d_model, n_experts=cfg.n_experts, top_k=cfg.top_k
+    )
+    sizes |= dict(dtype=dtype, device=device)
+    via = mk.rowwise(ep, **sizes, capacity_factor=cfg.capacity_factor)
     calls = cfg.calls if device == "cuda" else 1
     ids = drawn(cfg, cfg.n_experts, device, rank=rank)
     routing = mk.route(params["router"].detach(), x, top_k=cfg.top_k, expert_ids=ids)
     places, _, dropped = via.plan(routing)
     load = mk.mesh.sum_over_ranks(dict(rows=routing.counts, dropped=dropped), mesh=mesh)
     moved = bytes_moved(via, places, x)
-    transports = {
+    transports: dict[str, Any] = {
         name: via if name == "rowwise" else name for name in cfg.transports if name != "local" or size == 1
     }
     errors: dict[str, str] = {}
+    deepep = None
+    if transports.pop("deepep", None):
+        try:
+            deepep = transports["deepep"] = mk.deepep(ep, **sizes)
+        except Exception as e:
+            errors |= {f"{what}, deepep": describe(e) for what in ("dispatch", "combine", "layer")}
     candidates = {
         **rows(via, routing, places, x, moved, calls),
         **maps(cfg, device, calls, errors),
@@ -141,6 +148,8 @@ def main(cfg: Config) -> None:
         record |= uneven
         write_json(cfg.json, record | dict(results=results))
         plot(cfg.plot, {title: results}, rate="bytes")
+    if deepep is not None:
+        deepep.close()
     if mesh is not None:
         dist.destroy_process_group()
 

@@ -16,6 +16,7 @@ from moekit import (
     schedules as schedules,
     tree as tree,
 )
+from moekit._deepep import deepep as deepep
 from moekit._dispatch import Transport as Transport, combine as combine, dispatch as dispatch
 from moekit._experts import expert_forward as expert_forward
 from moekit._moe import moe as moe

@@ -17,8 +17,8 @@ from torch.distributed._functional_collectives import all_to_all_single, all_to_
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import register_dataclass
 
+from moekit._made_for import MadeFor
 from moekit._route import Routing
-from moekit._rowwise import rowwise
 from moekit.kernels import check_shapes
 from moekit.kernels.permute import expert_slots, to_rows, to_tokens
 from moekit.mesh import check_one_axis
@@ -42,7 +42,7 @@ class Transport(NamedTuple):
     combine: Callable[[Tensor, Tensor, Any, DeviceMesh | None], Tensor]
 
 
-Via = str | Transport | rowwise
+Via = str | Transport | MadeFor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Dispatched:
     weights: Float[Tensor, "t k"]
     dropped: Int[Tensor, " E"] | None  # int64: routes of this rank without room, by expert; None: never any
     plan: Any = field(repr=False)
-    transport: Transport | rowwise = field(repr=False)
+    transport: Transport | MadeFor = field(repr=False)
     mesh: DeviceMesh | None
 
     def __repr__(self) -> str:
@@ -83,12 +83,10 @@ def dispatch(
         Tokens of this rank. ``t`` may differ between ranks.
     routing : Routing
         From :func:`moekit.route`. Rank i of ``mesh`` holds experts [i * e, (i + 1) * e).
-    via : {"local", "all_to_all", "deepep"}, rowwise or Transport, optional
+    via : {"local", "all_to_all"}, rowwise, deepep or Transport, optional
         By default ``"local"`` on one rank, else ``"all_to_all"``, which works on any backend and reads the
         row counts on the host. A :class:`moekit.rowwise` writes rows to their experts' ranks and waits for
-        nothing. ``"deepep"`` is DeepEP 2, imported when asked for: bfloat16 on CUDA, d a
-        multiple of 256; each rank's sum is rounded to bfloat16 before the last sum. Not yet run on its
-        kernels.
+        nothing; a :class:`moekit.deepep` sends by DeepEP 2.
     kernels : {"auto", "torch", "triton"}
         What puts rows into expert order here and sums them in combine; Triton's on CUDA by default.
     mesh : DeviceMesh, optional
@@ -104,8 +102,6 @@ def dispatch(
     ValueError
         When ``mesh`` has more than one axis, does not divide the number of experts, ``via`` is unknown or
         does not take these tokens, or tokens and routing differ in number. Raised before any communication.
-    ImportError
-        When DeepEP is asked for and not installed.
 
     References
     ----------
@@ -161,21 +157,17 @@ def combine(rows: Float[Tensor, "r d"], dispatched: Dispatched) -> Float[Tensor,
     return dispatched.transport.combine(rows, dispatched.weights, dispatched.plan, dispatched.mesh)
 
 
-def _transport(via: Via | None, size: int, kernels: str) -> Transport | rowwise:
-    if isinstance(via, Transport | rowwise):
+def _transport(via: Via | None, size: int, kernels: str) -> Transport | MadeFor:
+    if isinstance(via, Transport | MadeFor):
         return via
     if via is None:
         via = "local" if size == 1 else "all_to_all"
     if via == "local" and size > 1:
         raise ValueError(f"dispatch via 'local' needs one rank, got ep={size}; use via='all_to_all'")
-    if via == "deepep":
-        from moekit import _deepep  # which imports this module, and DeepEP when it is called
-
-        return Transport(_deepep.dispatch, _deepep.combine)
     if via not in TRANSPORTS:
-        known = sorted([*TRANSPORTS, "deepep"])
         raise ValueError(
-            f"dispatch needs via in {known}, a moekit.rowwise(...) or a moekit.Transport, got {via!r}"
+            f"dispatch needs via in {sorted(TRANSPORTS)}, a moekit.rowwise(...), a moekit.deepep(...) or a "
+            f"moekit.Transport, got {via!r}"
         )
     there, back = cast(tuple[Callable[..., Any], ...], TRANSPORTS[via])  # ours take kernels too
     return Transport(partial(there, kernels=kernels), partial(back, kernels=kernels))

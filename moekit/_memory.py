@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from moekit._deepep import buffer_bytes
 from moekit._rowwise import layout as rowwise_buffers, rows_of_rank
 from moekit.config import ModelConfig, Stage
 from moekit.kernels.attention import D_HEADS
@@ -117,7 +118,8 @@ def memory_of(config: ModelConfig, layout: Layout) -> list[dict[str, int]]:
       whose backward runs; with ``recompute="block"`` the input of each block;
     - *workspace*: what that moment takes beside them: a block made again and its gradients, the head's chunk
       of logits, a bucket on its way;
-    - with ``via="rowwise"``, *symmetric buffers*.
+    - with ``via="rowwise"`` or ``"deepep"``, *symmetric buffers*; DeepEP's as it sizes them on hosts of eight
+      GPUs, without the 17 MB or so that it works in.
 
     A rank's experts receive ``top_k * imbalance`` times as many rows as it has tokens, in every layer: 1 is
     balanced routing, and what a recorded step had is ``evenness(rank_load(rows, ep)).max_over_mean.max()`` of
@@ -202,17 +204,22 @@ def _rank(config: ModelConfig, layout: Layout, stages: dict[int, Stage], ops) ->
         "gradients": fullest.gradients,
         "activations": fullest.activations,
         "workspace": fullest.workspace,
-    } | ({"symmetric buffers": _buffers(config, layout, stages)} if layout.via == "rowwise" else {})
+    } | (
+        {"symmetric buffers": _buffers(config, layout, stages)} if layout.via in ("rowwise", "deepep") else {}
+    )
 
 
 def _buffers(config: ModelConfig, layout: Layout, stages: dict[int, Stage]) -> int:
-    """Return the bytes that ranks write to and read from each other's memory, of `moekit.rowwise`."""
+    """Return the bytes that ranks write to and read from each other's memory, of rowwise or deepep."""
     if not any(config.is_moe(i) for stage in stages.values() for i in stage.layers):
         return 0
+    n_parts = {"none": [1], "two_batch": [2], "auto": [1, 2]}[layout.overlap]
+    if layout.via == "deepep":
+        tokens = layout.rows * layout.seq_len // layout.cp
+        return sum(buffer_bytes(layout.ep, -(-tokens // n), config.d_model, config.top_k) for n in n_parts)
     dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
-    rows = rows_for_experts(config, layout)
-    of_each = [-(-rows // n) for n in {"none": [1], "two_batch": [2], "auto": [1, 2]}[layout.overlap]]
-    sizes = (rowwise_buffers(layout.ep, n, config.d_model, config.n_experts, dtype) for n in of_each)
+    rows = [-(-rows_for_experts(config, layout) // n) for n in n_parts]
+    sizes = (rowwise_buffers(layout.ep, n, config.d_model, config.n_experts, dtype) for n in rows)
     return sum(byte_offsets(x)[1] for x in sizes)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from moekit._made_for import MadeFor, check_sizes
 from moekit._route import Routing
-from moekit.config import ModelConfig
 from moekit.kernels import check_shapes
 from moekit.kernels.one_sided import FP8, dequantize_rows, get_each, get_sum, put, put_each, put_quantized
 from moekit.kernels.permute import Sent, gather_sum_backward
@@ -30,7 +30,7 @@ from moekit.tree import check_values
 Overflow = Literal["even", "score", "refuse"]
 
 
-class rowwise:
+class rowwise(MadeFor):
     """A transport of fixed shapes, for ranks that address each other's memory: ``via=`` of :func:`dispatch`.
 
     Made once, by all ranks of the mesh, and handed to every layer: buffers belong to this object, are in use
@@ -94,6 +94,8 @@ class rowwise:
         When the ranks cannot address each other's memory.
     """
 
+    _or = ", or give it a capacity_factor"
+
     def __init__(
         self,
         mesh: DeviceMesh | None,
@@ -121,7 +123,7 @@ class rowwise:
             raise ValueError(f"rowwise needs payload None or {FP8}, got {payload}")
         size = 1 if mesh is None else mesh.size()
         self.capacity = rows_of_rank(size, n_tokens, n_experts, top_k, capacity_factor)
-        self._most_tokens = n_tokens if capacity_factor is None else math.inf  # of a rank
+        self.n_tokens = n_tokens if capacity_factor is None else math.inf
         self.mesh, self.n_experts, self.top_k = mesh, n_experts, top_k
         self.d_model, self.dtype, self.payload, self.kernels = d_model, dtype, payload, kernels
         self.overflow = "refuse" if capacity_factor is None else overflow
@@ -139,7 +141,7 @@ class rowwise:
             device=torch.device(device),
             timeout=timeout,
         )
-        self.n_bytes = self.memory.n_bytes
+        self.n_bytes, self.device = self.memory.n_bytes, self.memory.tensors["counts"].mine.device
         self._in_use: set[str] = set()  # buffers of which some rank may not be done
 
         at = torch.arange(n_experts, device=device)
@@ -147,29 +149,11 @@ class rowwise:
         ranks = torch.arange(size, device=device)[:, None]
         self._places_of_counts = ranks * n + self.memory.rank * n_experts + at
 
-    @classmethod
-    def of(cls, config: ModelConfig, mesh: DeviceMesh | None, **options: Any) -> "rowwise":
-        """Make one for the layers of a model; ``options`` are the others, ``n_tokens`` among them."""
-        sizes = dict(d_model=config.d_model, n_experts=config.n_experts, top_k=config.top_k)
-        return cls(mesh, **sizes, **options)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:  # a copy's kernels would write to the original
-        raise TypeError("rowwise cannot be copied or pickled: its buffers are other ranks' too; make another")
-
     # --- A layer on its way: in this order, on all ranks ------------------------------
 
     def plan(self, routing: Routing) -> RowMap:
         """Tell all ranks this one's counts and return where its rows go. Collective; no host sync."""
-        if routing.n_experts != self.n_experts or routing.expert_ids.shape[1] != self.top_k:
-            raise ValueError(
-                f"rowwise was made for {self.n_experts} experts and top_k={self.top_k}, got "
-                f"{routing.n_experts} and {routing.expert_ids.shape[1]}; make another"
-            )
-        if (n := len(routing.expert_ids)) > self._most_tokens:
-            raise ValueError(
-                f"rowwise was made for n_tokens={self._most_tokens} of a rank, got {n}; "
-                "make another, or give it a capacity_factor"
-            )
+        self.check_routing(routing)
         counts = self._claim("counts")
         everyone = routing.counts.expand(self.memory.size, -1)
         put_each(everyone, self._places_of_counts, counts, kernels=self.kernels)
@@ -224,7 +208,7 @@ class rowwise:
 
     def _send(self, x: Tensor, places: Tensor, weights: Tensor | None, *, packed: bool) -> Quantized | None:
         """Write tokens to their places, and wait for those that come; return these if they came packed."""
-        self._check(x, "tokens")
+        self.check_tokens(x, "tokens")
         rows, arrived = self._claim("rows in"), None
         if packed and self.payload:
             to, scales = self.memory.tensors["packed in"], self.memory.tensors["scales in"]
@@ -251,7 +235,7 @@ class rowwise:
         ``rows`` are copied unless they are what :meth:`outgoing` gave.
         """
         if rows is not None:
-            self._check(rows, "rows")
+            self.check_tokens(rows, "rows")
             check_shapes("rowwise.fetch", rows=(rows, (self.capacity, self.d_model)))
         out = self._claim("rows out")
         numbers = self.memory.tensors["weights out"]
@@ -268,15 +252,6 @@ class rowwise:
     def outgoing(self) -> Float[Tensor, "r d"]:
         """Return where rows that are to be fetched can be made."""
         return self._claim("rows out").mine
-
-    def _check(self, x: Tensor, what: str) -> None:
-        """Raise for tokens or rows other than those of the buffers."""
-        device = self.memory.tensors["counts"].mine.device
-        if (x.dtype, *x.shape[1:], x.device) != (self.dtype, self.d_model, device):
-            raise ValueError(
-                f"rowwise was made for {self.dtype} {what} of width {self.d_model} on {device}, got "
-                f"{x.dtype} {tuple(x.shape)} on {x.device}; make another"
-            )
 
     def _claim(self, name: str):
         """Return a buffer that no rank reads any more."""
@@ -304,22 +279,12 @@ class rowwise:
         del mesh
         return _Combine.apply(rows, weights, plan, self)
 
-    def check_mesh(self, mesh: DeviceMesh | None) -> None:
-        """Raise for ranks other than those whose memory this is."""
-        size = 1 if mesh is None else mesh.size()
-        if self.memory.size != size or (size > 1 and mesh != self.mesh):
-            raise ValueError(f"rowwise was made for the ranks of {self.mesh}, got {mesh}; make another")
-
 
 def rows_of_rank(
     n_ranks: int, n_tokens: int, n_experts: int, top_k: int, capacity_factor: float | None
 ) -> int:
     """Return the rows that a rank has room for; see :class:`rowwise`."""
-    if n_experts % n_ranks or min(n_tokens, n_experts, top_k) < 1 or top_k > n_experts:
-        raise ValueError(
-            "rowwise needs n_experts that ep divides, tokens, and top_k from 1 to n_experts, got "
-            f"{n_experts=}, ep={n_ranks}, {n_tokens=}, {top_k=}"
-        )
+    check_sizes("rowwise", n_ranks, n_tokens, n_experts, top_k)
     if capacity_factor is None:
         return n_ranks * n_tokens * min(top_k, n_experts // n_ranks)
     if not 0 < capacity_factor < math.inf:

@@ -114,7 +114,7 @@ class SymmetricMemory:
             make = _without_peers
         arenas, self._barrier = make(self.n_bytes, mesh, device, timeout)
         if make is not _without_peers:  # whose memory torch counts itself
-            _BESIDE_TORCH.add(self)
+            BESIDE_TORCH.add(self)
         arenas[self.rank].zero_()
         self.tensors: dict[str, Shared] = {}
         for name, (shape, dtype) in layout.items():
@@ -142,15 +142,16 @@ class SymmetricMemory:
 # these bytes are added, are as global. As a value it would have to be handed from wherever a transport is
 # made to the log, and what is forgotten would be missing there. References are weak, so nothing lives longer
 # for being counted, and no result depends on what is in here.
-_BESIDE_TORCH: "weakref.WeakSet[SymmetricMemory]" = weakref.WeakSet()
+BESIDE_TORCH: "weakref.WeakSet[Any]" = weakref.WeakSet()  # of what has ``n_bytes``
 
 
 def allocated_bytes() -> int:
     """Return this process's bytes of symmetric memory, which ``torch.cuda.memory_stats`` does not count.
 
-    That of each :class:`SymmetricMemory` while it lives, of several ranks and with values.
+    That of each :class:`SymmetricMemory` and :class:`moekit.deepep` while it lives, of several ranks and with
+    values.
     """
-    return sum(memory.n_bytes for memory in _BESIDE_TORCH)
+    return sum(memory.n_bytes for memory in BESIDE_TORCH)
 
 
 def _check_alike(layout: Layout, mesh: DeviceMesh) -> None:

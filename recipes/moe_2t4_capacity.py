@@ -7,7 +7,7 @@ r"""Test the capacity of 512 GPUs with ultra-256, 2.38 T parameters: experts ove
 
 Differs from moe_1t2.py in the model, in ep, which spans four hosts, in the transport between them, and in
 what it is for: a few steps with random routing that say whether the model fits and how fast it is. A dry
-run takes all_to_all in the place of DeepEP, and counts none of its buffers.
+run sends as all_to_all does in the place of DeepEP, whose buffers it counts among what is other.
 """
 
 from dataclasses import dataclass, replace
@@ -62,6 +62,7 @@ model = mk.preset("ultra-256", max_seq_len=max(cfg.seq_len, 8192))
 if cfg.toy:
     model = config.toy(model)
     cfg = replace(cfg, pp=2, ep=2, seq_len=64, batch_size=16, n_microbatches=4, warmup_steps=2)
+    cfg = replace(cfg, via="all_to_all")  # DeepEP takes bfloat16 on GPUs
     cfg = replace(cfg, n_steps=min(cfg.n_steps, 5))
     if cfg.dry_run and cfg.n_gpus == Config.n_gpus:  # none was given
         cfg = replace(cfg, n_gpus=8)
@@ -94,7 +95,10 @@ def build():
     held: dict[str, Any] = dict(params=mk.precision.hollow(params, policy), state=optimizer.init(params))
 
     block = mk.remat(mk.model.transformer_block, cfg.recompute)
-    via = "all_to_all" if cfg.toy or cfg.dry_run else cfg.via
+    via = cfg.via
+    if cfg.via == "deepep":
+        n_tokens = layout.rows * cfg.seq_len // cfg.cp
+        via = mk.deepep.of(model, mesh["ep"], n_tokens=n_tokens, dtype=dtype, device=device)
     options = dict(
         config=model, assignment=cfg.assignment, via=via, block=block, context=context, mesh=stage_mesh
     )
@@ -155,4 +159,5 @@ for step in profiling.traced(progress, cfg.profile, folder=cfg.folder):
         with progress.paused():
             checkpoint.save(cfg.folder / f"step-{step:06d}", snapshot(step), config=model, mesh=mesh)
 run.finish()
+del train_step  # and with it DeepEP's buffers, before their process group
 torch.distributed.destroy_process_group()

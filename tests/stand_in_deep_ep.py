@@ -21,7 +21,7 @@ class ElasticBuffer:
     def __init__(self, group, *, num_max_tokens_per_rank, hidden, num_topk, explicitly_destroy):
         self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
         self.num_max_tokens_per_rank, self.hidden, self.num_topk = num_max_tokens_per_rank, hidden, num_topk
-        self.destroyed = not explicitly_destroy
+        self.destroyed, self.num_bytes = not explicitly_destroy, 2**21
 
     def destroy(self):
         assert not self.destroyed

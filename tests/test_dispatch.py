@@ -122,8 +122,9 @@ def mesh(size, names=("ep",)):
     [
         (
             dict(via="carrier pigeon"),
-            "via in ['all_to_all', 'deepep', 'local'], a moekit.rowwise(...) or a moekit.Transport, got 'car",
+            "via in ['all_to_all', 'local'], a moekit.rowwise(...), a moekit.deepep(...) or a moekit.Tr",
         ),
+        *((dict(via=x), f"a moekit.{x}(...)") for x in ("rowwise", "deepep")),  # which are no strings
         (dict(mesh=mesh(4, ("edp", "ep"))), "a one-axis mesh, got axes ('edp', 'ep'); pass mesh['ep']"),
         (dict(mesh=mesh(3)), "dispatch needs ep to divide n_experts, got n_experts=4, ep=3"),
         (dict(mesh=mesh(2), via="local"), "'local' needs one rank, got ep=2; use via='all_to_all'"),

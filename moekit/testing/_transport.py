@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from moekit._dispatch import Transport, Via, combine, dispatch
+from moekit._made_for import MadeFor
 from moekit._route import Routing
-from moekit._rowwise import rowwise
 from moekit.kernels.permute import count_experts
 from moekit.testing._kernels import relative_error
 from moekit.testing._ranks import ranks
@@ -86,7 +86,7 @@ def _check(
                 most = max(1, *map(n_tokens, range(world)))
                 try:
                     via = transport
-                    if not isinstance(via, str | Transport | rowwise):
+                    if not isinstance(via, str | Transport | MadeFor):
                         via = via(mesh, n_tokens=most, **sizes)
                     first, second = (_run(via, ids, n_experts, dtype, d_model, mesh, where) for _ in range(2))
                 except Exception as error:

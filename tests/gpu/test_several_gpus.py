@@ -21,7 +21,7 @@ def test_deepep_keeps_its_contract():
     except Exception as error:  # it checks NCCL and CUDA while it is imported
         pytest.skip(f"deep_ep cannot be imported: {error}")
     sizes = [n for n in (2, 4, 8) if n <= N]
-    check_transport("deepep", n_ranks=sizes, dtypes=(torch.bfloat16,), d_model=256, device="cuda")
+    check_transport(mk.deepep, n_ranks=sizes, dtypes=(torch.bfloat16,), d_model=256, device="cuda")
 
 
 def test_every_layout_has_the_gradients_of_one_process():
