@@ -41,7 +41,7 @@ from torch import Tensor
 
 import moekit as mk
 from moekit import balance
-from moekit.kernels.one_sided import get_sum, put
+from moekit.kernels.one_sided import FP8, get_sum, put
 from moekit.kernels.row_map import row_map
 from moekit.mesh import world_size
 
@@ -61,11 +61,12 @@ class Config:
     routing: str = "random"  # see benchmarks/routing.py; of each rank other tokens
     map_experts: int = 128  # of the row map
     map_ranks: int = 8
-    transports: tuple[Literal["local", "all_to_all", "rowwise", "deepep"], ...] = (
+    transports: tuple[Literal["local", "all_to_all", "rowwise", "rowwise, float8", "deepep"], ...] = (
         "local",
         "all_to_all",
         "rowwise",
-    )  # of the layer
+        "rowwise, float8",
+    )  # of the layer; tokens in float8 on their way, gradients and what comes home as they are
     calls: int = 10  # in a CUDA graph; with 1 there is none
     rounds: int = 3
     slot: float = 0.25  # seconds a candidate and round
@@ -104,10 +105,13 @@ def main(cfg: Config) -> None:
     places, _, dropped = via.plan(routing)
     load = mk.mesh.sum_over_ranks(dict(rows=routing.counts, dropped=dropped), mesh=mesh)
     moved = bytes_moved(via, places, x)
-    transports: dict[str, Any] = {
-        name: via if name == "rowwise" else name for name in cfg.transports if name != "local" or size == 1
-    }
+    transports: dict[str, Any] = {name: name for name in cfg.transports if name != "local" or size == 1}
     errors: dict[str, str] = {}
+    if "rowwise" in transports:
+        transports["rowwise"] = via
+    if "rowwise, float8" in transports:
+        options = dict(capacity_factor=cfg.capacity_factor, payload=FP8)
+        transports["rowwise, float8"] = mk.rowwise(ep, **sizes, **options)
     deepep = None
     if transports.pop("deepep", None):
         try:

@@ -272,7 +272,11 @@ def test_no_rounds_no_device_and_more_experts_a_token_than_there_are_are_refused
 @pytest.mark.parametrize(
     ("script", "option", "known"),
     [
-        ("dispatch.py", ["--transports", "pigeon"], "'local', 'all_to_all', 'rowwise', 'deepep'"),
+        (
+            "dispatch.py",
+            ["--transports", "pigeon"],
+            "'local', 'all_to_all', 'rowwise', 'rowwise, float8', 'deepep'",
+        ),
         ("overlap.py", ["--transports", "pigeon"], "'local', 'all_to_all', 'rowwise'"),
         ("moe_kernels.py", ["--kernels", "cuda"], "'auto', 'torch', 'triton'"),
         ("train_step.py", ["--parts", "forward"], "'forward_backward', 'experts', 'whole_step'"),
@@ -595,7 +599,7 @@ def test_two_batches_in_turn_are_two_batches_without_a_stream_of_their_own(monke
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_dispatch_compares_transports_on_any_number_of_ranks(n_ranks, tmp_path):
     sizes = "--tokens 32 --d-model 16 --d-expert 8 --n-experts 4 --rounds 1 --slot 0.001".split()
-    sizes += "--transports all_to_all rowwise deepep".split()  # the last one needs GPUs
+    sizes += ["--transports", "all_to_all", "rowwise", "rowwise, float8", "deepep"]  # the last one needs GPUs
     file = tmp_path / "dispatch.json"
     on_ranks(n_ranks, BENCHMARKS / "dispatch.py", *sizes, "--json", file)
     record = json.loads(file.read_text())
@@ -604,7 +608,9 @@ def test_dispatch_compares_transports_on_any_number_of_ranks(n_ranks, tmp_path):
     assert record["ranks"] == n_ranks
     assert failed == {"dispatch, deepep", "combine, deepep", "layer, deepep"}
     wanted = [
-        f"{what}, {via}" for what in ("dispatch", "combine", "layer") for via in ("rowwise", "all_to_all")
+        f"{what}, {via}"
+        for what in ("dispatch", "combine", "layer")
+        for via in ("rowwise", "rowwise, float8", "all_to_all")
     ]
     assert {"put", "get", "counts and row map", *wanted} <= results.keys()
     assert ("copy to the next rank" in results) == (n_ranks > 1)
