@@ -332,6 +332,11 @@ def test_progress_says_at_once_which_statistics_it_lacks():
             progress.log({"counts": torch.ones(1, 2)})
 
 
+def test_progress_prints_a_line_before_its_first_step(capsys):
+    tracking.Progress(Records(), 2, start=1, tokens_per_step=1).write("held out 3.0")
+    assert capsys.readouterr().out == "step     1  held out 3.0\n"
+
+
 def test_progress_refuses_records_every_zero_steps():
     with pytest.raises(ValueError, match="needs every >= 1, got 0"):
         tracking.Progress(Records(), 8, every=0, tokens_per_step=10)
@@ -442,6 +447,47 @@ def test_a_report_of_nothing_but_a_loss_has_that_alone_and_one_of_no_run_says_so
     assert not printed and re.match("moekit.tracking: .*No such file.*metrics.jsonl", end)
     _, end = python_m("moekit.tracking", tmp_path / "run" / "loss.png")
     assert re.match("moekit.tracking: .*Not a directory", end)
+
+
+def test_a_run_of_one_record_has_its_report_and_rate(tmp_path):
+    run = tracking.Run(tmp_path)
+    for _ in (progress := tracking.Progress(run, 3, tokens_per_step=10)):
+        progress.log(stats_of())
+    run.finish()
+    assert list(tracking.read_metrics(tmp_path)) == [3]
+    assert "<td>tokens_per_second</td>" in (tmp_path / "report.html").read_text()
+
+
+def test_lines_that_are_no_records_are_passed_over(tmp_path):
+    lines = [b'{"step": 1, "loss": 2.0}', b"5", b"[1]", b"null", b'{"loss": 1.0}', b'{"step": "2"}', b"\xff"]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    assert tracking.read_metrics(tmp_path) == {1: {"loss": 2.0}}
+    assert python_m("moekit.tracking", tmp_path) == (f"{tmp_path / 'report.html'}\n", None)
+
+
+def test_what_no_report_could_draw_is_refused_when_it_is_logged(tmp_path, unchecked):
+    run = tracking.Run(tmp_path)
+    for wrong, says in (
+        ({"loss": None}, "got loss=None"),
+        ({"loss": 1.0, "name": "x", "a": torch.ones(2)}, "got name='x', a=tensor([1., 1.])"),
+        ({"rows": np.ones(1)}, "got rows=array([1.])"),
+    ):
+        with refuses(f"Run.log needs numbers, 0-d tensors and a whole number as step, {says}", TypeError):
+            run.log(wrong, step=1)
+    with refuses("got step='1'", TypeError):
+        run.log({"loss": 1.0}, step="1")
+    run.finish()
+    assert tracking.read_metrics(tmp_path) == {}
+
+
+def test_a_run_whose_layers_have_changed_has_a_report(tmp_path):
+    run = tracking.Run(tmp_path)
+    for step, n_layers in ((1, 1), (2, 3), (3, 2)):
+        counts = torch.ones(n_layers, 2, dtype=torch.int64)
+        rows = {str(i): [1, 1] for i in range(n_layers)}
+        run.log(tracking.load_figures(counts) | {"load/rows": rows}, step=step)
+    run.finish()
+    assert (tmp_path / "load.png").exists()
 
 
 def test_the_reports_command_says_what_it_takes():

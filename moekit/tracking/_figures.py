@@ -109,7 +109,7 @@ def read_metrics(folder: str | Path) -> dict[int, dict[str, Any]]:
 
     Lines of one step add up in whichever order steps were logged, and of one figure the last one counts.
     Where a run was continued, behind an empty line, what had been logged before of steps after its first is
-    left out; so is a line that the end of a process has torn.
+    left out; so is a line that is no record, as where the end of a process has torn one.
     """
     return read_starts(folder)[0]
 
@@ -118,8 +118,9 @@ def read_starts(folder: str | Path) -> tuple[dict[int, dict[str, Any]], set[int]
     """Return what :func:`read_metrics` does, and the step of each process's first rate, which compiles."""
     records: dict[int, dict[str, Any]] = {}
     starts: set[int] = set()
-    for part in Path(folder, "metrics.jsonl").read_text().split("\n\n"):
-        lines = [line for text in part.splitlines() if (line := _parsed(text)) is not None]
+    text = Path(folder, "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+    for part in text.split("\n\n"):
+        lines = [record for line in part.splitlines() if (record := _parsed(line)) is not None]
         first = min((line["step"] for line in lines), default=math.inf)
         records = {step: record for step, record in records.items() if step <= first}
         starts = {step for step in starts if step <= first}
@@ -131,9 +132,10 @@ def read_starts(folder: str | Path) -> tuple[dict[int, dict[str, Any]], set[int]
 
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
-        return json.loads(line)
+        record = json.loads(line)
     except json.JSONDecodeError:
         return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def summarize(records: Mapping[int, Mapping[str, Any]], *, starts: Collection[int] | None = None) -> Figures:
@@ -167,7 +169,7 @@ def summarize(records: Mapping[int, Mapping[str, Any]], *, starts: Collection[in
     if rates := {step: record[RATE] for step, record in records.items() if RATE in record}:
         starts = {min(rates)} if starts is None else starts
         later = [rate for step, rate in rates.items() if step not in starts]
-        summary["tokens_per_second"] = harmonic_mean(later or rates.values())
+        summary["tokens_per_second"] = harmonic_mean(later or list(rates.values()))
     for name in ("memory/peak_active_gib", "memory/peak_reserved_gib"):
         if peaks := of(name):
             summary[name.removeprefix("memory/")] = max(peaks)

@@ -109,6 +109,7 @@ class Progress:
         self.peak_flops = peak_flops
         self._due: _Due | None = None
         self._n_logged = 0
+        self._bar = tqdm(disable=True)  # until the steps begin
         self._since, self._began, self._pauses = self.step, _Moment(), []
 
     def __iter__(self) -> Iterator[int]:

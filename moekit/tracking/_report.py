@@ -151,7 +151,8 @@ def _draw_load(records: Records) -> "Figure | None":
     )
     now.set(xlabel="expert", title=f"step {at[-1]}")
     if steps:
-        values = np.array([_of(records, f"load_layers/max_over_mean/{layer}")[1] for layer in layers])
+        of_layers = [dict(zip(*_of(records, f"load_layers/max_over_mean/{x}"), strict=True)) for x in layers]
+        values = np.array([[of.get(step, np.nan) for step in steps] for of in of_layers])
         half = (steps[-1] - steps[0]) / max(len(steps) - 1, 1) / 2 or 0.5
         extent = (steps[0] - half, steps[-1] + half, len(layers) - 0.5, -0.5)
         high = max(2.0, float(np.nanquantile(most, 0.99)))

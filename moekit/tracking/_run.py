@@ -56,10 +56,22 @@ class Run:
 
         Numbers and 0-d tensors, and lists of numbers by the number of their layer, such as ``load/rows``,
         which wandb gets as an image.
+
+        Raises
+        ------
+        TypeError
+            For anything else, and a step that is no whole number: the report could not be drawn.
         """
         if self.folder is None:
             return
-        figures = {name: x.item() if isinstance(x, Tensor | np.generic) else x for name, x in figures.items()}
+        figures = {
+            name: x.item() if isinstance(x, Tensor | np.generic) and x.ndim == 0 else x
+            for name, x in figures.items()
+        }
+        wrong = [name for name, x in figures.items() if not isinstance(x, int | float | dict)]
+        if wrong or not isinstance(step, int):
+            got = ", ".join(f"{name}={figures[name]!r}" for name in wrong) or f"{step=}"
+            raise TypeError(f"Run.log needs numbers, 0-d tensors and a whole number as step, got {got}")
         self._file.write(json.dumps({"step": step} | figures) + "\n")
         self._file.flush()
         if self.wandb is not None and not self.wandb.disabled:
