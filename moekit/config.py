@@ -1,5 +1,6 @@
 """What a model is: one frozen dataclass, and the published models as values of it."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -65,11 +66,11 @@ class ModelConfig:
         if self.d_shared < 0:
             raise ValueError(f"ModelConfig needs d_shared >= 0, got {self.d_shared}")
         for name in ("init_std", "balance_weight", "router_z_weight", "head_z_weight"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"ModelConfig needs {name} >= 0, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"ModelConfig needs a finite {name} >= 0, got {getattr(self, name)}")
         for name in ("norm_eps", "rope_base", "route_scale"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"ModelConfig needs {name} > 0, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"ModelConfig needs a finite {name} > 0, got {getattr(self, name)}")
         if not 0 <= self.n_dense_layers <= self.n_layers:
             raise ValueError(
                 "ModelConfig needs 0 <= n_dense_layers <= n_layers, "

@@ -208,8 +208,8 @@ def adamw(
         raise ValueError(f"adamw needs a finite lr >= 0 or a schedule, got {lr}")
     if not (0 <= b1 < 1 and 0 <= b2 < 1):
         raise ValueError(f"adamw needs b1 and b2 in [0, 1), got {b1=}, {b2=}")
-    if not (eps >= 0 and weight_decay >= 0):
-        raise ValueError(f"adamw needs eps >= 0 and weight_decay >= 0, got {eps=}, {weight_decay=}")
+    if not (0 <= eps < math.inf and 0 <= weight_decay < math.inf):
+        raise ValueError(f"adamw needs finite eps >= 0 and weight_decay >= 0, got {eps=}, {weight_decay=}")
 
     @torch.no_grad()
     def init(params: TensorDict) -> TensorDict:
@@ -319,7 +319,7 @@ def _warmup(who: str, falling: Schedule, peak, warmup_steps, total_steps, floor)
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(f"{who} needs 0 <= warmup_steps < total_steps, got {warmup_steps=}, {total_steps=}")
     if not 0 <= floor <= peak < math.inf:
-        raise ValueError(f"{who} needs 0 <= floor <= peak, got {floor=}, {peak=}")
+        raise ValueError(f"{who} needs 0 <= floor <= a finite peak, got {floor=}, {peak=}")
 
     def schedule(step: Int[Tensor, ""] | Float[Tensor, ""]) -> Float[Tensor, ""]:
         done = ((step - warmup_steps).float() / (total_steps - warmup_steps)).clamp(0, 1)

@@ -59,7 +59,7 @@ def generate(
     ValueError
         When a prompt is empty, the temperature or ``n_tokens`` negative, or the window out of range.
     """
-    if not prompt.shape[1] or temperature < 0:
+    if not prompt.shape[1] or not temperature >= 0:
         raise ValueError(
             "generate needs prompts of a token or more and temperature >= 0, "
             f"got {tuple(prompt.shape)}, {temperature=}"

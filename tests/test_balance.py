@@ -236,8 +236,9 @@ def test_bad_biases_are_refused(unchecked):
         "next_bias needs a bias in float32, got torch.bfloat16, in which steps of 0.001 are", TypeError
     ):
         next_bias(torch.zeros(4).bfloat16(), torch.zeros(4).long())
-    with refuses("next_bias needs rate >= 0, got nan"):
-        next_bias(torch.zeros(4), torch.zeros(4).long(), rate=float("nan"))
+    for rate in (math.nan, math.inf, -1.0):
+        with refuses(f"next_bias needs a finite rate >= 0, got {rate}"):
+            next_bias(torch.zeros(4), torch.zeros(4).long(), rate=rate)
     with refuses("next_bias needs a count per bias, got (4,) and (2, 4)"):
         next_bias(torch.zeros(4), torch.zeros(2, 4).long())
 

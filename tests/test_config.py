@@ -1,3 +1,4 @@
+import math
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -89,6 +90,16 @@ def test_sizes_below_one_are_refused(name):
         (
             dict(n_dense_layers=3),
             "ModelConfig needs 0 <= n_dense_layers <= n_layers, got n_dense_layers=3, n_layers=2",
+        ),
+        *(
+            (dict([(name, x)]), f"ModelConfig needs a finite {name} >= 0, got {x}")
+            for name in ("init_std", "balance_weight", "router_z_weight", "head_z_weight")
+            for x in (-1.0, math.nan, math.inf)
+        ),
+        *(
+            (dict([(name, x)]), f"ModelConfig needs a finite {name} > 0, got {x}")
+            for name in ("norm_eps", "rope_base", "route_scale")
+            for x in (0.0, math.nan, math.inf)
         ),
         (dict(n_dense_layers=-1), "0 <= n_dense_layers <= n_layers, got n_dense_layers=-1, n_layers=2"),
         (dict(n_kv_heads=3), "ModelConfig needs n_kv_heads to divide n_heads, got 3 and 4"),

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -51,6 +53,7 @@ def test_the_same_key_draws_the_same_tokens_and_another_key_others():
     [
         (torch.zeros(1, 0, dtype=torch.int64), {}),
         (torch.tensor([[1]]), {"temperature": -1.0}),
+        (torch.tensor([[1]]), {"temperature": math.nan}),
         (torch.tensor([[1]]), {"window": 0}),
         (torch.tensor([[1]]), {"window": 7}),
     ],

@@ -1,5 +1,6 @@
 """Losses over a named population of tokens, and the next balancing bias."""
 
+import math
 from typing import Literal
 
 import torch
@@ -211,8 +212,8 @@ def next_bias(
         raise TypeError(
             f"next_bias needs a bias in float32, got {bias.dtype}, in which steps of {rate} are lost"
         )
-    if not rate >= 0:
-        raise ValueError(f"next_bias needs rate >= 0, got {rate}")
+    if not 0 <= rate < math.inf:
+        raise ValueError(f"next_bias needs a finite rate >= 0, got {rate}")
     if bias.shape != counts.shape:
         raise ValueError(
             f"next_bias needs a count per bias, got {tuple(bias.shape)} and {tuple(counts.shape)}"
