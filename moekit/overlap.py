@@ -96,7 +96,8 @@ def two_batch(
     -------
     callable
         ``run(*tokens)``: tensors of one length, of which the first half gets the larger part. It raises
-        ``ValueError`` for tensors of several lengths, or another number of rows from ``fetch``.
+        ``ValueError`` for tensors of several lengths, another number of rows from ``fetch``, or another shape
+        from ``meanwhile``.
 
     Examples
     --------
@@ -121,10 +122,21 @@ def two_batch(
             out = compute(sent.pop(0)())
             home.append(_start(fetch, (out,), side, _now(device)))
             del out
-        y = torch.cat([_joined(take()) for take in home])
-        if len(y) != n:
-            raise ValueError(f"two_batch needs a row of fetch for each of {n} tokens, got {len(y)}")
-        return y if more is None else y + more
+        parts = [_joined(take()) for take in home]
+        if [len(x) for x in parts] != [n - n // 2, n // 2]:
+            raise ValueError(
+                f"two_batch needs a row of fetch for each of {n - n // 2} and {n // 2} tokens, got "
+                f"{' and '.join(str(len(x)) for x in parts)}"
+            )
+        y = torch.cat(parts)
+        if more is None:
+            return y
+        if more.shape != y.shape:
+            raise ValueError(
+                f"two_batch needs meanwhile() to return {tuple(y.shape)} as fetch does, got "
+                f"{tuple(more.shape)}"
+            )
+        return y + more
 
     return run
 

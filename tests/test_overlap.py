@@ -125,8 +125,12 @@ def test_what_cannot_run_beside_is_refused(unchecked):
         same()
     with refuses("two_batch needs tokens of one length, got [(4, 2), (8,)]"):
         same(torch.ones(4, 2), torch.ones(8))
-    with refuses("two_batch needs a row of fetch for each of 4 tokens, got 2"):
+    with refuses("two_batch needs a row of fetch for each of 2 and 2 tokens, got 1 and 1"):
         two_batch(lambda x: x, lambda x: x, lambda x: x[:1])(torch.ones(4, 2))
+    with refuses("two_batch needs a row of fetch for each of 2 and 1 tokens, got 1 and 2"):
+        two_batch(lambda x: x, lambda x: x, lambda x: x.new_ones(3 - len(x)))(torch.ones(3))
+    with refuses("two_batch needs meanwhile() to return (3,) as fetch does, got (3, 1)"):
+        two_batch(lambda x: x, lambda x: x, lambda x: x, meanwhile=lambda: torch.ones(3, 1))(torch.ones(3))
 
 
 # --- Order ----------------------------------------------------------------------------
