@@ -17,6 +17,7 @@ import torch
 from pages import DOCS, run
 from reference import refuses
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as torch_save_file
 
 from moekit.balance import (
     Recording,
@@ -332,6 +333,16 @@ def test_a_file_that_was_cut_is_refused_by_its_name(tmp_path, name, kept):
         f"read_rows needs a .npy, .npz or .safetensors file of whole numbers, got {tmp_path / name}:"
     ):
         read_rows(tmp_path / name)
+
+
+def test_folders_and_dtypes_that_numpy_lacks_are_refused_by_their_name(tmp_path):
+    path, low = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    path.mkdir()
+    torch_save_file({"rows": torch.ones(1, 1, 1, 2).to(torch.float8_e4m3fn)}, low)
+    with refuses(f"read_rows needs a .npy, .npz or .safetensors file, got {path}"):
+        read_rows(path)
+    with refuses(f"read_rows needs a .npy, .npz or .safetensors file of whole numbers, got {low}:"):
+        read_rows(low)
 
 
 def test_several_arrays_of_which_none_is_rows_are_refused(tmp_path):

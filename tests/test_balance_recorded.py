@@ -209,6 +209,8 @@ def test_files_that_are_no_recordings_are_refused(tmp_path):
         read_recording(file)
     with pytest.raises(FileNotFoundError):
         read_recording(tmp_path / "none")
+    with refuses(f"read_recording needs files of write_recording, got the folder {tmp_path}"):
+        read_recording(tmp_path)
     good = a_recording()
     tensors = dict(expert_ids=good.expert_ids, sample_ids=good.sample_ids)
     about = dict(format="moekit routing 2", n_experts="6", rank="0", n_ranks="1")

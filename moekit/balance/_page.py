@@ -31,12 +31,12 @@ def read_rows(path: Path) -> Steps:
     ValueError
         Unless there is one, of integers, none of them negative, or where the file cannot be read.
     """
-    if path.suffix not in (".npy", ".npz", ".safetensors"):
+    if path.suffix not in (".npy", ".npz", ".safetensors") or path.is_dir():
         raise ValueError(f"read_rows needs a .npy, .npz or .safetensors file, got {path}")
     try:
         read = load_file(path) if path.suffix == ".safetensors" else np.load(path)
         arrays = {"rows": read} if isinstance(read, np.ndarray) else dict(read)
-    except (SafetensorError, BadZipFile, EOFError, TypeError, ValueError) as error:
+    except (SafetensorError, BadZipFile, EOFError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"read_rows needs a .npy, .npz or .safetensors file of whole numbers, got {path}: {error}"
         ) from error

@@ -303,6 +303,8 @@ def _check_step(who: str, recording: Recording, step: int) -> None:
 
 def _read(path: str | PathLike) -> tuple[Recording, int, int]:
     """Return what a file holds, of which rank it is, and of how many."""
+    if Path(path).is_dir():
+        raise ValueError(f"read_recording needs files of write_recording, got the folder {path}")
     try:
         with safe_open(path, framework="pt") as file:
             about, names = file.metadata() or {}, set(file.keys())
