@@ -101,6 +101,9 @@ def check_layout(
     raise ValueError("\n".join(lines))
 
 
+_LEAST = dict(log_every=1, save_every=1, n_steps=0, profile=0, sample_bytes=0, seed=0)  # of recipes
+
+
 def check_recipe(config: ModelConfig, cfg: Any) -> Layout:
     """Return the layout of a recipe's configuration, or end the process and say what is wrong with it.
 
@@ -120,13 +123,19 @@ def check_recipe(config: ModelConfig, cfg: Any) -> Layout:
     Raises
     ------
     SystemExit
-        With what :func:`check_layout` raises, which the first rank prints; or where ``full``, or another
-        ``n_gpus`` than by default, comes without ``dry_run``.
+        With what :func:`check_layout` raises, which the first rank prints; where ``full``, or another
+        ``n_gpus`` than by default, comes without ``dry_run``; or for a number of steps, or a seed, that none
+        can have, which would end the run only later.
     """
     n_gpus, gpu = cfg.n_gpus if cfg.dry_run else None, getattr(cfg, "gpu", None)
     vary = [field.name for field in fields(Layout) if hasattr(cfg, field.name)]
     asked = Layout.of(cfg, **({"dtype": "float32"} if getattr(cfg, "toy", False) else {}))
+    least = {name: x for name, x in _LEAST.items() if getattr(cfg, name, None) is not None}
     try:
+        if below := [name for name, x in least.items() if getattr(cfg, name) < x]:
+            needs = ", ".join(f"{name} >= {least[name]}" for name in below)
+            got = ", ".join(str(getattr(cfg, name)) for name in below)
+            raise ValueError(f"a recipe needs {needs}, got {got}")
         if getattr(cfg, "full", False) and not cfg.dry_run:
             raise ValueError("--full needs --dry-run, got it without")
         if not cfg.dry_run and cfg.n_gpus != getattr(type(cfg), "n_gpus", cfg.n_gpus):  # not the default

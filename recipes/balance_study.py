@@ -77,6 +77,11 @@ WAYS = {  # of the micro-batches' rows, of the loss, of the bias
 if cfg.quick:
     some = ("batch, mixed", "batch", "micro-batch, ranks")
     cfg = replace(cfg, n_steps=min(cfg.n_steps, 40), ways=cfg.ways or some)
+if min(cfg.window, cfg.n_steps, cfg.rows_per_domain) < 1 or cfg.ep < 1 or base.n_experts % cfg.ep:
+    raise SystemExit(
+        "balance_study needs window, n_steps and rows_per_domain of 1 or more and ep that divides "
+        f"{base.n_experts}, got {cfg.window}, {cfg.n_steps}, {cfg.rows_per_domain} and {cfg.ep}"
+    )
 if unknown := set(cfg.ways) - WAYS.keys():
     raise SystemExit(f"balance_study needs ways among {'; '.join(WAYS)}, got {'; '.join(sorted(unknown))}")
 if cfg.domains is not None and not any(x.is_dir() for x in cfg.domains.glob("*")):

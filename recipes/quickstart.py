@@ -53,8 +53,6 @@ class Config:
 
 
 cfg = tyro.cli(Config, description=__doc__)
-if min(cfg.log_every, cfg.save_every) < 1:
-    raise SystemExit(f"log_every and save_every need to be at least 1, got {cfg.log_every}, {cfg.save_every}")
 model = mk.ModelConfig(
     vocab_size=257, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, d_head=32,
     n_dense_layers=1, d_dense=512,

@@ -66,8 +66,6 @@ class Config:
 
 
 cfg = tyro.cli(Config, description=__doc__)
-if min(cfg.log_every, cfg.save_every) < 1:
-    raise SystemExit(f"log_every and save_every need to be at least 1, got {cfg.log_every}, {cfg.save_every}")
 for wrong, needs in (
     ((cfg.preset is None) == (cfg.hf is None), "either --preset or --hf"),
     (cfg.hf is not None and cfg.n_experts is not None, "--n-experts with a --preset"),

@@ -422,6 +422,23 @@ def test_a_recipe_ends_with_what_is_wrong_and_what_its_own_options_could_be(monk
     assert check_recipe(TINY, SimpleNamespace(**{**vars(cfg), "ep": 8})).edp == 2
 
 
+@pytest.mark.parametrize(
+    ("numbers", "says"),
+    [
+        (dict(log_every=0), "log_every >= 1, got 0"),
+        (dict(log_every=1, save_every=-1), "save_every >= 1, got -1"),
+        (dict(save_every=None, profile=-1, n_steps=-2), "n_steps >= 0, profile >= 0, got -2, -1"),
+        (dict(seed=-1), "seed >= 0, got -1"),
+        (dict(sample_bytes=-1), "sample_bytes >= 0, got -1"),
+    ],
+)
+def test_a_recipe_ends_at_once_for_numbers_that_none_can_have(numbers, says):
+    cfg = SimpleNamespace(batch_size=1, seq_len=8, dry_run=True, n_gpus=1)
+    assert check_recipe(TINY, SimpleNamespace(**vars(cfg), log_every=1, save_every=None)).edp == 1
+    with pytest.raises(SystemExit, match=f"^a recipe needs {says}$"):
+        check_recipe(TINY, SimpleNamespace(**vars(cfg), **numbers))
+
+
 @pytest.mark.parametrize("gpu", [None, "h200"])
 def test_a_factor_without_its_transport_proposes_the_transport(gpu):
     with pytest.raises(ValueError) as error:
