@@ -186,6 +186,21 @@ def test_a_run_that_continues_appends_and_forgets_what_had_come_later(tmp_path):
     assert tracking.read_metrics(tmp_path) == {1: {"loss": 7.0}}
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_to_which_another_run_logs_is_refused_and_kept(tmp_path, monkeypatch, resume):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    run = tracking.start_run(Config(), project="p", folder=tmp_path)
+    run.log({"loss": 1.0}, step=1)
+    with refuses(f"a run needs a folder of its own, but another logs to {tmp_path}; finish it"):
+        tracking.start_run(Config(lr=7.0), project="p", folder=tmp_path, resume=resume)
+    run.log({"loss": 2.0}, step=2)
+    assert tracking.read_metrics(tmp_path) == {1: {"loss": 1.0}, 2: {"loss": 2.0}}
+    assert json.loads((tmp_path / "config.json").read_text())["lr"] == 0.5
+    run.finish()
+    tracking.start_run(Config(), project="p", folder=tmp_path, resume=resume).finish()
+    assert len(tracking.read_metrics(tmp_path)) == (2 if resume else 0)
+
+
 def test_a_step_that_is_logged_late_takes_nothing_from_those_after_it(tmp_path):
     run = tracking.Run(tmp_path)
     for step in (10, 30, 20):

@@ -1,6 +1,7 @@
 """Where the figures of a run go: wandb, and files in the run's folder."""
 
 import atexit
+import fcntl
 import json
 import os
 import secrets
@@ -34,6 +35,11 @@ class Run:
     resume : bool
         Append to the folder's figures, behind an empty line, instead of beginning anew. What the folder has
         of steps after the first one that is logged then was of a run that had gone on, and counts no more.
+
+    Raises
+    ------
+    ValueError
+        Where another run logs to the folder and has not finished: lines of both would be one run's.
     """
 
     def __init__(self, folder: str | Path | None, *, wandb: Any = None, resume: bool = False):
@@ -42,9 +48,21 @@ class Run:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "metrics.jsonl"
-        before = path.read_bytes() if resume and path.exists() else b""
-        self._file = path.open("a" if resume else "w")
-        if before:  # an empty line; of a process that was killed while it wrote, the last one ends first
+        self._file = path.open("a")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ValueError(
+                f"a run needs a folder of its own, but another logs to {folder}; finish it, or choose another"
+            ) from error
+        except OSError:
+            pass  # a file system without locks
+        if not resume:
+            self._file.truncate(0)
+        if (
+            before := path.read_bytes()
+        ):  # an empty line; of a process that was killed while it wrote, the last one ends first
             self._file.write("\n" if before.endswith(b"\n") else "\n\n")
         atexit.register(self.report)
 
@@ -97,7 +115,7 @@ class Run:
         try:
             self.report()
         finally:
-            self._file.close()
+            self._file.close()  # and with it the lock
             if self.wandb is not None:
                 self.wandb.finish()
 
@@ -128,13 +146,20 @@ def start_run(
         same id, which ``wandb sync`` joins.
     mesh : DeviceMesh, optional
         From :func:`moekit.make_mesh`: which rank this is.
+
+    Raises
+    ------
+    ValueError
+        As :class:`Run` does.
     """
     if mesh is not None and dist.get_rank():
         return Run(None)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    run = Run(folder, resume=resume)
     (folder / "config.json").write_text(json.dumps(asdict(config), default=str, indent=1) + "\n")
-    return Run(folder, wandb=_start_wandb(config, project, folder, resume), resume=resume)
+    run.wandb = _start_wandb(config, project, folder, resume)
+    return run
 
 
 def _start_wandb(config: Any, project: str, folder: Path, resume: bool) -> Any:
