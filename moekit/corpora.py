@@ -304,10 +304,14 @@ def corpus_of_tokens(files: Mapping[str, TokenIds], *, eos: int | None, vocab_si
     Raises
     ------
     ValueError
-        If there is no token, an id is not below ``vocab_size``, or ``eos`` never occurs.
+        If there is no token, ids are not unsigned and below ``vocab_size``, or ``eos`` never occurs.
     """
     digest, found = hashlib.sha256(str(eos).encode()), eos is None
     for name, part in files.items():
+        if part.dtype.kind != "u":
+            raise ValueError(
+                f"corpus_of_tokens needs unsigned ids, got {part.dtype} in {name!r}; ids.astype(np.uint32)"
+            )
         digest.update(f"{part.dtype.str} {len(part)}".encode())
         for _, ids in _pieces(part):
             if (top := int(ids.max())) >= vocab_size:

@@ -215,6 +215,12 @@ def uint16(*parts):
     return {str(i): np.array(part, np.uint16) for i, part in enumerate(parts)}
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.float32])
+def test_ids_that_could_be_negative_or_broken_are_refused(dtype, unchecked):
+    with pytest.raises(ValueError, match=f"needs unsigned ids, got {np.dtype(dtype)} in 'a'"):
+        corpus_of_tokens({"a": np.array([-1, 2], dtype)}, eos=None, vocab_size=5)
+
+
 def test_an_id_that_the_model_lacks_is_found_anywhere_in_the_file():
     ids = np.zeros(2**22 + 10, np.uint32)
     ids[-1] = 257
