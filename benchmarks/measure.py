@@ -401,7 +401,9 @@ def refuse_unknown(what: str, given: Sequence[str], known: Sequence[str]) -> Non
 
 
 def check_run(cfg: Any, device: str) -> None:
-    """End the program where nothing could be measured: without a round, or a device."""
+    """End the program where nothing could be measured: without a shape, a round, or a device."""
+    if not getattr(cfg, "shapes", True):
+        raise SystemExit("a benchmark needs --shapes of one or more, got none")
     if cfg.rounds < 1:
         raise SystemExit(f"a benchmark needs --rounds of at least 1, got {cfg.rounds}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():

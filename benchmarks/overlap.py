@@ -61,6 +61,8 @@ class Config:
 def main(cfg: Config) -> dict[str, Any]:
     """Measure all shapes on all ranks at once, and return the record, which rank 0 writes."""
     check_run(cfg, cfg.device)
+    if min(cfg.d_expert, cfg.d_shared) < 1:
+        raise SystemExit(f"--d-expert and --d-shared need 1 or more, got {cfg.d_expert} and {cfg.d_shared}")
     for text in cfg.shapes:
         sizes(text)
     all_of_them = n_processors(torch.device(cfg.device))

@@ -263,8 +263,12 @@ def test_no_rounds_no_device_and_more_experts_a_token_than_there_are_are_refused
     for module in (moe_layer, moe_kernels):
         with pytest.raises(SystemExit, match="--device cuda needs CUDA, and torch finds none"):
             module.main(module.Config(device="cuda"))
+        with pytest.raises(SystemExit, match="a benchmark needs --shapes of one or more, got none"):
+            module.main(module.Config(shapes=(), device="cpu"))
     with pytest.raises(SystemExit, match=r"--free needs from 1 to 2 of .* processors, got \[0, 3\]"):
         overlap.main(overlap.Config(free=(1, 0, 3), device="cpu"))
+    with pytest.raises(SystemExit, match="--d-expert and --d-shared need 1 or more, got 4096 and 0"):
+        overlap.main(overlap.Config(d_shared=0, device="cpu"))
     with pytest.raises(SystemExit, match=r"1 to the number of experts, 8 of the layer and 128 of .*, got 9"):
         dispatch.main(dispatch.Config(top_k=9))
 
