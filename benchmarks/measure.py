@@ -401,11 +401,13 @@ def refuse_unknown(what: str, given: Sequence[str], known: Sequence[str]) -> Non
 
 
 def check_run(cfg: Any, device: str) -> None:
-    """End the program where nothing could be measured: without a shape, a round, or a device."""
-    if not getattr(cfg, "shapes", True):
-        raise SystemExit("a benchmark needs --shapes of one or more, got none")
-    if cfg.rounds < 1:
-        raise SystemExit(f"a benchmark needs --rounds of at least 1, got {cfg.rounds}")
+    """End the program where nothing could be measured: without shapes, parts, rounds, tokens or a device."""
+    for name in ("shapes", "parts"):
+        if not getattr(cfg, name, True):
+            raise SystemExit(f"a benchmark needs --{name} of one or more, got none")
+    for name in ("rounds", "calls", "batch_size", "seq_len", "n_microbatches"):
+        if (n := getattr(cfg, name, 1)) < 1:
+            raise SystemExit(f"a benchmark needs --{name.replace('_', '-')} of at least 1, got {n}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"--device {device} needs CUDA, and torch finds none; leave it out, or take cpu")
 

@@ -244,10 +244,11 @@ def test_unknown_names_and_shapes_are_refused_before_anything_is_measured(monkey
             ["--parts", "whole_step", "--candidates", "torchtitan"],
             "part whole_step needs a candidate of 'moekit', ",
         ),
-        (
-            ["--parts", "whole_step", "--rounds", "0"],
-            "a benchmark needs --rounds of at least 1, got 0",
+        *(
+            (["--parts", "whole_step", f"--{name}", "0"], f"a benchmark needs --{name} of at least 1, got 0")
+            for name in ("rounds", "batch-size", "seq-len", "n-microbatches")
         ),
+        (["--parts"], "a benchmark needs --parts of one or more, got none"),
     ],
 )
 def test_a_step_with_unknown_candidates_or_nothing_to_measure_is_refused(options, says):
