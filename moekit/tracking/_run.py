@@ -54,7 +54,8 @@ class Run:
         except BlockingIOError as error:
             self._file.close()
             raise ValueError(
-                f"a run needs a folder of its own, but another logs to {folder}; finish it, or choose another"
+                f"a run needs a folder of its own, but another logs to {folder}; end it by run.finish(), or "
+                "choose another folder"
             ) from error
         except OSError:
             pass  # a file system without locks
@@ -62,7 +63,7 @@ class Run:
             self._file.truncate(0)
         if (
             before := path.read_bytes()
-        ):  # an empty line; of a process that was killed while it wrote, the last one ends first
+        ):  # an empty line; of a process killed while it wrote, its last one ends
             self._file.write("\n" if before.endswith(b"\n") else "\n\n")
         atexit.register(self.report)
 
