@@ -191,7 +191,7 @@ def test_a_folder_to_which_another_run_logs_is_refused_and_kept(tmp_path, monkey
     monkeypatch.setenv("WANDB_MODE", "disabled")
     run = tracking.start_run(Config(), project="p", folder=tmp_path)
     run.log({"loss": 1.0}, step=1)
-    with refuses(f"a run needs a folder of its own, but another logs to {tmp_path}; finish it"):
+    with refuses(f"a run needs a folder of its own, but another logs to {tmp_path}; end it by run.finish()"):
         tracking.start_run(Config(lr=7.0), project="p", folder=tmp_path, resume=resume)
     run.log({"loss": 2.0}, step=2)
     assert tracking.read_metrics(tmp_path) == {1: {"loss": 1.0}, 2: {"loss": 2.0}}
