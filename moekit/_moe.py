@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moekit._dispatch import Dispatched, Via, combine, dispatch
+from moekit._exchange import OneRank
 from moekit._experts import Kernels, expert_forward, experts_over_tokens
 from moekit._low_dense import low_feed_forward
 from moekit._policy import BF16, Precision, check_payload
@@ -20,7 +21,7 @@ from moekit._route import Routing, route
 from moekit._rowwise import rowwise
 from moekit.kernels import check_shapes, choose_products, elementwise
 from moekit.kernels.feed_forward import feed_forward as dense
-from moekit.kernels.permute import OneRank, count_experts, expert_slots
+from moekit.kernels.permute import count_experts, expert_slots
 from moekit.kernels.quantize import Quantized
 from moekit.mesh import check_one_axis, local
 from moekit.overlap import Overlap, beside, two_batch

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from moekit._exchange import Sent
 from moekit._made_for import MadeFor, check_sizes
 from moekit._route import Routing
 from moekit.kernels import check_shapes
 from moekit.kernels.one_sided import FP8, dequantize_rows, get_each, get_sum, put, put_each, put_quantized
-from moekit.kernels.permute import Sent, gather_sum_backward
+from moekit.kernels.permute import gather_sum_backward
 from moekit.kernels.quantize import ROWWISE, Format, Quantized, quantize
 from moekit.kernels.row_map import RowMap, row_map
 from moekit.mesh import check_one_axis
@@ -188,11 +189,11 @@ class rowwise(MadeFor):
         wide: bool = True,
         tokens: bool = True,
     ) -> Sent:
-        """Return the rows that came here, in the buffer, until the next ``send``; and the weights, a copy.
+        """Return the rows that came here, as :class:`moekit._exchange.Exchange` says. Collective.
 
-        ``tokens``, not gradients, travel as ``payload`` says. With a format rows come in that, and only with
-        ``wide`` as they are too; what has travelled in it is not touched again. ``ends``, where the rows of
-        each expert here end, is needed for a payload and a format.
+        ``rows`` are a view of the buffer, overwritten by the next ``send``; ``weights`` are a copy. Tokens
+        travel in ``payload``; where the rows are wanted in that very format, they are not rounded again. A
+        payload or a format needs ``ends``.
         """
         packed = self._send(x, places, weights, packed=tokens)
         rows, low = self.memory.tensors["rows in"].mine, None
@@ -204,7 +205,7 @@ class rowwise(MadeFor):
         if form is not None and low is None:
             low = quantize(rows, form, end=ends, kernels=self.kernels)
         by_row = None if weights is None else self.memory.tensors["weights in"].mine.clone()
-        return rows if form is None or wide else None, low, by_row
+        return Sent(rows if form is None or wide else None, low, by_row)
 
     def _send(self, x: Tensor, places: Tensor, weights: Tensor | None, *, packed: bool) -> Quantized | None:
         """Write tokens to their places, and wait for those that come; return these if they came packed."""
@@ -230,9 +231,10 @@ class rowwise(MadeFor):
         base: Float[Tensor, "t d"] | None = None,
         each: Float[Tensor, " r"] | None = None,
     ) -> tuple[Float[Tensor, "t d"] | None, Float[Tensor, "t k"] | None]:
-        """Return each token's sum of what ranks have in ``rows``, and each route's number in ``each``.
+        """Return each token's weighted sum of rows, wherever they are, and each route's number. Collective.
 
-        ``rows`` are copied unless they are what :meth:`outgoing` gave.
+        ``weights`` are 1 where None, ``base`` is added to the sums; a dropped route adds nothing, and its
+        number is 0. ``rows`` are copied to the buffer unless they are what :meth:`outgoing` returned.
         """
         if rows is not None:
             self.check_tokens(rows, "rows")
@@ -250,7 +252,7 @@ class rowwise(MadeFor):
         )
 
     def outgoing(self) -> Float[Tensor, "r d"]:
-        """Return where rows that are to be fetched can be made."""
+        """Return the buffer that rows are fetched from, to write them there in the first place."""
         return self._claim("rows out").mine
 
     def _claim(self, name: str):
@@ -321,7 +323,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, x, places, offsets, transport):
         ctx.save_for_backward(places)
         ctx.transport = transport
-        return transport.send(x, places, ends=offsets)[0].clone()
+        return transport.send(x, places, ends=offsets).rows.clone()
 
     @staticmethod
     @once_differentiable  # what other ranks write has no graph
