@@ -20,7 +20,7 @@ from moekit.kernels.quantize import Format, Quantized, dequantize, quantize, qua
 from moekit.kernels.scaled_mm import scaled_grouped_mm, scaled_weight_grad
 from moekit.kernels.swiglu import swiglu_backward, swiglu_forward
 from moekit.kernels.swiglu_quantized import swiglu_backward_quantized, swiglu_forward_quantized
-from moekit.profiling import named
+from moekit.profiling import in_range
 
 
 class ExpertProducts(NamedTuple):
@@ -103,7 +103,7 @@ class Experts(torch.autograd.Function):
         of_gate_up, of_down = rounded
         kinds, form, by_row = plan.plain, plan.forward, weights
         if tokens is None:
-            with named("dispatch"):
+            with in_range("dispatch"):
                 rows, low, by_row = exchange.send(x, places, weights, ends=offsets, form=form, wide=False)
             tokens = rows if low is None else low
             del rows, low
@@ -124,7 +124,7 @@ class Experts(torch.autograd.Function):
         parts = [part for operand in operands for part in _parts(operand)]
         ctx.save_for_backward(x, by_row, offsets, places, *parts)
         ctx.plan, ctx.into, ctx.exchange = plan, into, exchange
-        with named("combine"):
+        with in_range("combine"):
             return exchange.fetch(out, places, base=base)[0]
 
     @staticmethod
@@ -144,7 +144,7 @@ class Experts(torch.autograd.Function):
         together = isinstance(exchange, rowwise)
         grad_base = grad if ctx.needs_input_grad[6] else None
 
-        with named("combine"):
+        with in_range("combine"):
             grad, low, _ = exchange.send(grad, places, ends=offsets, form=form, wide=needs_down, tokens=False)
         grad_hidden = plan.multiply(grad if low is None else low, down, offsets, x, kinds.input_grad)
         if form is None:
@@ -163,7 +163,7 @@ class Experts(torch.autograd.Function):
             grad_down = plan.grad_of_weights(hidden, grad, offsets, into_down)
         del hidden, grad
         if needs_gate_up or together:
-            with named("dispatch"):
+            with in_range("dispatch"):
                 rows = exchange.send(x, places, ends=offsets).rows
             if needs_gate_up:
                 grad_gate_up = plan.grad_of_weights(rows, grad_projected, offsets, into_gate_up)
@@ -173,7 +173,7 @@ class Experts(torch.autograd.Function):
             out = exchange.outgoing()
             grad_x = plan.multiply(low, gate_up, offsets, x, kinds.input_grad, out=out)
         del low
-        with named("dispatch"):
+        with in_range("dispatch"):
             grad_x, grad_weights = exchange.fetch(grad_x, places, each=grad_by_row)
         return grad_x, grad_weights, grad_gate_up, grad_down, *[None] * 2, grad_base, *[None] * 5
 

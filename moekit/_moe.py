@@ -25,7 +25,7 @@ from moekit.kernels.permute import count_experts, expert_slots
 from moekit.kernels.quantize import Quantized
 from moekit.mesh import check_one_axis, local
 from moekit.overlap import Overlap, beside, two_batch
-from moekit.profiling import named, ranged
+from moekit.profiling import in_range, ranged
 from moekit.tree import check_names, check_not_hollow
 
 
@@ -109,7 +109,7 @@ def moe(
         y, dropped = _through(via, experts, x, routing, options)
         return y, replace(routing, dropped=dropped)
     if products.elementwise == "triton" and via in (None, "local") and alone:
-        with named("dispatch"):
+        with in_range("dispatch"):
             slots = expert_slots(routing.expert_ids, routing.n_experts, kernels="triton")
         offsets = routing.counts.cumsum(0).int()
         exchange = OneRank("triton")
@@ -123,7 +123,7 @@ def moe(
 
 @torch.compiler.disable()  # a compiler may copy a buffer that other ranks write to
 def _through(via: rowwise, experts: Any, x: Tensor, routing: Routing, options: dict) -> tuple[Tensor, Tensor]:
-    with named("dispatch"):
+    with in_range("dispatch"):
         places, offsets, dropped = via.plan(routing)
     y = experts_over_tokens(experts, x, places, routing.weights, offsets, exchange=via, **options)
     return y, dropped

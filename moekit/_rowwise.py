@@ -137,7 +137,7 @@ class rowwise(MadeFor):
         if payload and torch.device(device).type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
             raise ValueError(f"rowwise needs compute capability 8.9 for payload={payload}; leave it out")
         self.memory = SymmetricMemory(
-            layout(size, self.capacity, d_model, n_experts, dtype, payload),
+            buffers_of_rank(size, self.capacity, d_model, n_experts, dtype, payload),
             mesh=mesh,
             device=torch.device(device),
             timeout=timeout,
@@ -294,7 +294,7 @@ def rows_of_rank(
     return math.ceil(capacity_factor * n_tokens * top_k)
 
 
-def layout(
+def buffers_of_rank(
     n_ranks: int,
     capacity: int,
     d_model: int,
@@ -302,7 +302,7 @@ def layout(
     dtype: torch.dtype,
     payload: torch.dtype | None = None,
 ) -> Layout:
-    """Return shape and dtype of each buffer of a rank."""
+    """Return shape and dtype of each buffer of a rank, by name."""
     wide = torch.promote_types(dtype, torch.float32)
     packed: Layout = {
         "packed in": ((capacity, d_model), payload or dtype),

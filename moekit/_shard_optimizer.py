@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from moekit.mesh import all_reduce, describe_place, place, ranks_of
-from moekit.optim import Optimizer, Scaled, check_names
+from moekit.optim import Optimizer, Scaled, matching_leaves
 from moekit.profiling import ranged
 from moekit.tree import held, in_turn, is_hollow, map_named, named, on_mesh
 
@@ -122,8 +122,8 @@ def shard_optimizer(
             )
         leaves = named(params)
         plans = {name: plan_of(name, p) for name, p in leaves.items()}
-        given = check_names("shard_optimizer", "gradients", grads, leaves)
-        master = check_names("shard_optimizer", "masters", state["master"], leaves)
+        given = matching_leaves("shard_optimizer", "gradients", grads, leaves)
+        master = matching_leaves("shard_optimizer", "masters", state["master"], leaves)
         for name, plan in plans.items():
             plan.check_gradient(name, given[name])
             plan.check_master(name, master[name])

@@ -28,6 +28,7 @@ from moekit._calls import (
 from moekit._dispatch import TRANSPORTS, Transport, dispatch_all_to_all
 from moekit._fake_rank import Device, Step as Step, run_ranks
 from moekit._route import Routing
+from moekit._text import table
 from moekit.batch import make_batch
 from moekit.config import ModelConfig
 from moekit.context import split_context
@@ -85,7 +86,7 @@ class Report:
             n_bytes = (*(record.memory.get(kind, 0) for kind in kinds), record.peak)
             cells = (*(f"{n / size:.2f}" for n in n_bytes), f"{record.flops / 1e12:.1f}", record.at)
             same.setdefault(cells, []).append(record.rank)
-        yield from _table([*rows, *((_ranges(ranks), *cells) for cells, ranks in same.items())])
+        yield table([*rows, *((_ranges(ranks), *cells) for cells, ranks in same.items())], n_left=1)
         if rooms := [record.room for record in self.records if record.room]:
             room, sent = max(rooms)
             yield (
@@ -102,7 +103,7 @@ class Report:
         for op in sorted({op for count in calls for op in count}):
             most = (max(by_op.get((op, away), 0.0) for by_op in sent.values()) for away in (False, True))
             rows.append((op, str(max(count[op] for count in calls)), *(f"{n / 1e6:,.1f}" for n in most)))
-        yield from _table(rows)
+        yield table(rows, n_left=1)
 
     def _gpus(self) -> Iterator[str]:
         peak = max(record.peak for record in self.records)
@@ -398,13 +399,3 @@ def _ranges(ranks: Sequence[int]) -> str:
             runs.append([rank, rank])
     text = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
     return ", ".join(text if len(text) < 5 else [text[0], "...", f"{text[-1]} ({len(ranks)} ranks)"])
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        first, *rest = (
-            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
-            for i, (cell, w) in enumerate(zip(row, width, strict=True))
-        )
-        yield "  ".join([first, *rest]).rstrip()

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from moekit._memory import Layout, memory_of, schedule_of
+from moekit._text import table
 from moekit.config import ModelConfig
 from moekit.mesh import divisors, near, world_size
 from moekit.plan import GPUS, Gpu, split_layers
@@ -198,8 +199,6 @@ def describe_layout(config: ModelConfig, layout: Layout) -> str:
         layers = ", ".join(f"{x.start}-{x.stop - 1}" if len(x) > 1 else f"{x.start}" for x in mine)
         figures = [f"{n / 1e9:.1f}" for n in (*rank.values(), sum(rank.values()))]
         rows.append((str(place), layers, *figures, "backward" if rank["activations"] else "update"))
-    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, width, strict=True)) for row in rows]
     head = (
         f"pp {layout.pp} x edp {layout.edp} x ep {layout.ep}, cp {layout.cp}; micro-batches of {layout.rows} "
         f"x {layout.seq_len} positions: {layout.n_shares} at a time, {layout.n_microbatches} a step"
@@ -208,7 +207,12 @@ def describe_layout(config: ModelConfig, layout: Layout) -> str:
     uneven = f"a rank that gets {layout.imbalance:g} times the mean of rows"
     routing = "balanced routing" if layout.imbalance == 1 else uneven
     return "\n".join(
-        [head, f"GB on a rank at its fullest, estimated for {routing}:", *table, f"bubble {bubble:.1%}"]
+        [
+            head,
+            f"GB on a rank at its fullest, estimated for {routing}:",
+            table(rows),
+            f"bubble {bubble:.1%}",
+        ]
     )
 
 
