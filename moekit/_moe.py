@@ -60,24 +60,29 @@ def moe(
     kernels, precision, grad_into
         As for :func:`moekit.expert_forward`.
     overlap : {"none", "two_batch", "shared"}
-        What runs beside what on CUDA, which need not be faster (:mod:`moekit.overlap`); elsewhere the same is
-        computed in turn. ``"two_batch"``: one half of the tokens travels while the experts compute the other,
-        and the shared expert while the first half is on its way. All tokens are routed at once; a ``via``
-        with a capacity, though, has its room for each half. Rows are kept and copied as by
-        :func:`moekit.dispatch` and :func:`moekit.combine`. ``"shared"``: the shared expert beside all else;
-        the sum with it is rounded once more where kernels would fuse it.
+        What runs at the same time on CUDA; elsewhere the same is computed in turn. It need not be faster:
+        see :mod:`moekit.overlap`.
+
+        ``"two_batch"``: one half of the tokens travels while the experts compute the other half, and the
+        shared expert is computed while the first half is on its way. All tokens are routed together, but a
+        ``via`` with a capacity has that room for each half. Rows are copied and kept for the backward as
+        :func:`moekit.dispatch` and :func:`moekit.combine` do.
+
+        ``"shared"``: the shared expert runs beside all that is routed. Its output is added at the end, which
+        rounds once more where kernels would have added it in their sum.
 
     Returns
     -------
     y : Float[Tensor, "t d"]
     routing : Routing
-        For the balancing losses and counts.
+        For the balancing losses and counts; its ``dropped`` says what ``via`` had no room for.
 
     Raises
     ------
     ValueError
-        From the functions that it is made of, for sizes that do not fit or options unknown to them; for
-        parameters that are missing, among them those of a shared expert that ``overlap`` names.
+        When parameters are missing, among them those of a shared expert that ``overlap`` names, or
+        ``overlap`` is unknown; and as :func:`moekit.route`, :func:`moekit.dispatch` and
+        :func:`moekit.expert_forward`.
     """
     check_names("moe", "params", params, "router", "experts")
     check_names("moe", "experts", params["experts"], "gate_up", "down")

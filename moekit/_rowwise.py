@@ -32,51 +32,52 @@ Overflow = Literal["even", "score", "refuse"]
 
 
 class rowwise(MadeFor):
-    """A transport of fixed shapes, for ranks that address each other's memory: ``via=`` of :func:`dispatch`.
+    """A transport of fixed shapes, for ranks that address each other's memory: ``via=`` of a layer.
 
-    Made once, by all ranks of the mesh, and handed to every layer: buffers belong to this object, are in use
-    only while a layer sends or fetches, and go when nothing refers to it. With :func:`moekit.moe` and the
-    products of Triton or quack-kernels nothing is copied on the way; :func:`moekit.dispatch` and
-    :func:`moekit.combine` by themselves copy rows out of the buffers and into them, as autograd keeps them
-    beyond the call. All ranks run the backward of a layer, or
-    none does. First derivatives only.
+    Made once, by all ranks of the mesh, and handed to every layer. The buffers belong to this object: a layer
+    uses them only while it sends or fetches, and they are freed when nothing refers to the object. In
+    :func:`moekit.moe`, with the products of Triton or quack-kernels, experts read and write the buffers
+    themselves. :func:`moekit.dispatch` and :func:`moekit.combine` by themselves copy rows out of the buffers
+    and into them, as autograd keeps rows beyond the call.
+
+    Either all ranks run the backward of a layer or none does. First derivatives only.
 
     Parameters
     ----------
     mesh : DeviceMesh, optional
         The one-axis expert-parallel mesh, ``mesh["ep"]``; ``None`` for one process.
     n_tokens : int
-        Tokens of a rank in one call; they may be fewer, and more where a capacity factor is given.
+        Tokens of a rank in one call, at most; with a capacity factor a call may have more.
     d_model, n_experts, top_k : int
         As of the layers; ``n_experts`` over all ranks.
     dtype : torch.dtype
         Of tokens and rows.
     capacity_factor : float, optional
-        A rank has room for ``ceil(capacity_factor * n_tokens * top_k)`` rows. By default there is always
-        room: for ``ep * n_tokens * min(top_k, n_experts / ep)``, which is what the experts' activations
-        take too.
+        A rank has room for ``ceil(capacity_factor * n_tokens * top_k)`` rows. By default it has room for the
+        most that can come, ``ep * n_tokens * min(top_k, n_experts / ep)``. The activations of the experts
+        take as much room as the rows do.
     overflow : {"even", "score", "refuse"}
-        What becomes of rows without room: ``"even"`` drops as large a share of every expert's rows from every
-        rank, to within one row, spread over the sequence; ``"score"`` drops as many of each, those of the
-        smallest routing weights; ``"refuse"`` raises (on CUDA later, as nothing waits). A dropped route adds
-        nothing to its token's sum; ``dropped`` of :class:`moekit.Dispatched` and :class:`moekit.Routing`
-        counts them.
+        What becomes of rows without room. ``"even"`` drops the same share of each expert's rows from each
+        rank, to within one row, spread over the tokens. ``"score"`` drops as many of each, but those with the
+        smallest routing weights. ``"refuse"`` raises; on CUDA that comes later, as nothing waits. A dropped
+        route adds nothing to its token's sum, and is counted in ``dropped`` of :class:`moekit.Dispatched` and
+        :class:`moekit.Routing`.
     device : str or torch.device, optional
         By default the mesh's, or the CPU.
     kernels : {"auto", "torch", "triton"}
         As for :mod:`moekit.kernels`. On CUDA ``"torch"`` waits for the device.
     payload : torch.dtype, optional
-        ``torch.float8_e4m3fn``: tokens travel to their experts in it, at half the bytes of bfloat16, with one
-        float32 scale a token, its largest magnitude by 448; ``None``: as they are. The sender's kernel makes
-        both on the way, and here they become rows of ``dtype`` again as they arrive, so that any experts'
-        kernels read them. The backward sends tokens again likewise, so weights' gradients are those of the
-        rows that the forward had, and gradients pass the rounding as if it were not there. What experts make
-        comes home in ``dtype``, and gradients travel in it both ways: sums of them lose more, and a
-        gradient's largest number says less about the others. Takes half as much again of buffers for rows
-        that come; a token with a number that is not finite becomes NaN.
+        ``None``: rows travel as they are. ``torch.float8_e4m3fn``: tokens travel to their experts in half the
+        bytes of bfloat16, with one float32 scale a token, its largest magnitude divided by 448. The sending
+        kernel rounds; on arrival rows become ``dtype`` again, which every experts' kernel reads. The backward
+        sends tokens the same way, so that weights' gradients are those of the rows that the forward had;
+        tokens' gradients ignore the rounding. What experts return, and all gradients, travel in ``dtype``:
+        sums of them lose more to rounding, and a gradient's largest number says less about the others. The
+        buffer of arriving rows takes half as much again. A token with a number that is not finite becomes
+        NaN.
     timeout : timedelta, optional
-        How long a rank waits for the others, by default as in collectives of the mesh; then a layer raises,
-        and on CUDA the device stops. See :meth:`moekit.symmetric.SymmetricMemory.barrier`.
+        How long a rank waits for the others before the layer raises, and on CUDA the device stops; by default
+        as long as collectives of the mesh do. See :meth:`moekit.symmetric.SymmetricMemory.barrier`.
 
     Attributes
     ----------
@@ -85,12 +86,12 @@ class rowwise(MadeFor):
     memory : SymmetricMemory
         The buffers.
     n_bytes : int
-        Of this rank's buffers.
+        Bytes of this rank's buffers.
 
     Raises
     ------
     ValueError
-        For sizes that do not fit, and from each use with other tokens than these.
+        For sizes that do not fit, and from each call with tokens of another number, width or dtype.
     RuntimeError
         When the ranks cannot address each other's memory.
     """
