@@ -151,11 +151,13 @@ def nearest_layouts(
 ) -> list[Layout]:
     """Return up to ``n`` layouts that work, those with the fewest and smallest changes first.
 
-    None goes further than another the same way, unless that one leaves little of the memory. Where a change
-    of ``n_microbatches`` keeps the rows of a micro-batch what they were it does not count; what alters the
-    training, ``batch_size`` and ``seq_len``, counts double, and so does a cp more than four times another.
-    ``reduce`` and ``dtype`` stay, and ``imbalance``, which grows with ep as a rule.
-    Parameters as for :func:`check_layout`.
+    Where one that works changes some values, others that change the same values further in the same direction
+    are left out, unless the first nearly fills the memory. What counts as a change: one of ``batch_size`` or
+    ``seq_len``, which alters the training, counts double, and so does one of ``cp`` by more than a factor of
+    four; one of ``n_microbatches`` that only keeps the rows of a micro-batch what they were does not count.
+    ``reduce``, ``dtype`` and ``imbalance``, which as a rule grows with ep, are never changed.
+
+    Parameters are those of :func:`check_layout`, and ``n``.
     """
     gpu, asked = _gpu(gpu), layout.on(n_gpus)
     found: list[tuple[_Step, float]] = []  # and the bytes of the fullest rank
