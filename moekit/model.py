@@ -41,7 +41,7 @@ from moekit.context import (
 )
 from moekit.kernels import check_kernels, check_shapes, elementwise
 from moekit.kernels.attention import attention_of_qkv, find_documents, has_kernel
-from moekit.kernels.qk_norm_rope import Rope, is_per_head, qk_norm_rope, rotate as rotate
+from moekit.kernels.qk_norm_rope import Rope, is_per_head, qk_norm_rope
 from moekit.kernels.quantize import Quantized
 from moekit.kernels.rms_norm import rms_norm as normed, rms_norm_quantized
 from moekit.losses import cross_entropy
