@@ -58,9 +58,9 @@ __all__ = [
 class Report:
     """What a dry run found; ``print`` it.
 
-    Its table has a line for ranks that hold as much: bytes by kind at the fullest moment of the second step,
-    as `Record` says; ``TFLOP``, what a rank executes in a step, with what is recomputed and all pairs of
-    attention; ``at``, the operation that ran at that moment.
+    Its first table has one line for all ranks that hold the same: bytes by kind at the fullest moment of the
+    second step, as in `Record`; ``TFLOP``, what a rank executes in a step, with what is recomputed and with
+    all pairs of causal attention; and ``at``, the operation that ran at the fullest moment.
     """
 
     records: tuple[Record, ...]
@@ -122,10 +122,11 @@ def dry_run(
 ) -> Report:
     """Execute two steps on fake ranks; raise if the ranks do not fit together.
 
-    Nothing is computed and nothing is sent: shapes, memory and the order of calls are what a real step has,
-    values are not there: every tensor is made on the meta device. So routing is not known:
-    :func:`moekit.dispatch` takes it that every rank gets as many rows; :func:`static_transport` takes others.
-    Not seen are collectives of objects and of other threads. No step may ask for CUDA where there is none.
+    Every tensor is on the meta device, so nothing is computed and nothing is sent. Shapes, memory and the
+    order of calls are those of a real step, but there are no values, and so no routing:
+    :func:`moekit.dispatch` assumes that every rank gets as many rows, and :func:`static_transport` takes
+    other numbers. Collectives of objects, and those of other threads, are not seen. A step may not ask for
+    CUDA where there is none.
 
     Parameters
     ----------
@@ -135,9 +136,9 @@ def dry_run(
         "optimizer state": state}``, or None. It runs in a process of its own. Travels by cloudpickle; tensors
         must be made inside.
     world_size : int
-        Ranks of the job.
+        Number of ranks of the job.
     ranks : iterable of int, optional
-        Those that are executed, by default all; see :func:`sample_ranks`. What the others do is taken to fit.
+        Which ones are executed, by default all; see :func:`sample_ranks`. The others are assumed to fit.
     device : {"cuda", "cpu"}
         Whose kernels the memory is counted for: they differ in what RMSNorm keeps.
     gpu : str, optional
@@ -280,9 +281,9 @@ def record(
 
 
 def static_transport(rows: Sequence[Sequence[int]]) -> Transport:
-    """Return ``"all_to_all"`` with row counts that are known beforehand, for tensors without values.
+    """Return ``"all_to_all"`` with row counts that are given beforehand, for tensors without values.
 
-    With real tensors it is wrong wherever the routing is another.
+    With real tensors it is wrong unless the routing has exactly these counts.
 
     Parameters
     ----------
