@@ -107,7 +107,7 @@ class StepWait(NamedTuple):
 
     The first four are times as multiples of what even rows would take: 1 where all is even.
 
-    Attributes
+    Parameters
     ----------
     waited : Float[Tensor, " l"]
         The fullest rank's rows, summed over micro-batches, in each layer; the mean over copies.
@@ -236,7 +236,7 @@ def _load_of_copies(who: str, rows: Tensor, ep: int, edp: int) -> Float[Tensor, 
 class Gap(NamedTuple):
     """What ranks wait for, beside what sums and a balancing loss show of it, by layer; float64, 1 where even.
 
-    Attributes
+    Parameters
     ----------
     waited, seen : Float[Tensor, " l"]
         As in :class:`StepWait`.
