@@ -17,7 +17,12 @@ from moekit import (
     tree as tree,
 )
 from moekit._deepep import deepep as deepep
-from moekit._dispatch import Transport as Transport, combine as combine, dispatch as dispatch
+from moekit._dispatch import (
+    Dispatched as Dispatched,
+    Transport as Transport,
+    combine as combine,
+    dispatch as dispatch,
+)
 from moekit._experts import expert_forward as expert_forward
 from moekit._moe import moe as moe
 from moekit._pipeline import pipeline as pipeline

@@ -107,7 +107,7 @@ class Record:
     Attributes
     ----------
     rank, world_size : int
-        Which rank of how many.
+        Which rank, of how many.
     calls : tuple of Call
         What it sent and received, in order, with what came before the first step.
     memory : dict of str to int
@@ -125,7 +125,7 @@ class Record:
     room : tuple of int, optional
         With :class:`moekit.rowwise` on several ranks: rows that a rank has room for, and rows that it sends.
     seconds : float
-        That all of it took here.
+        What the dry run of this rank took.
     """
 
     rank: int
@@ -157,13 +157,16 @@ class Record:
 
 
 def compare(records: Iterable[Record]) -> list[str]:
-    """Return where ranks do not agree on what they send each other: a line a group or pair of ranks.
+    """Return where ranks disagree on what they send each other: one line for each group or pair of ranks.
 
-    Pure. Every recorded member of a group must make the same collectives in the same order (of the same
-    shapes, dtypes, reductions and roots), in every all_to_all each pair must agree on the rows, and the
-    messages of each pair must match in order, shapes, dtype and tag. Parameters of one name must be one:
-    held by every recorded rank of its mesh, and by no others. Of ranks that were not recorded nothing is
-    known: they are taken to agree. Groups of the same ranks are taken for one.
+    Pure. Agreed on must be:
+
+    - the collectives of a group: every recorded member makes the same in the same order, of the same shapes,
+      dtypes, reductions and roots, and in an all_to_all each pair expects the rows that are sent;
+    - the messages of a pair of ranks: order, shapes, dtype and tag;
+    - parameters: one of a name is held by every recorded rank of its mesh, and by no other.
+
+    Ranks that were not recorded are assumed to agree. Groups of the same ranks count as one group.
 
     Parameters
     ----------
@@ -263,11 +266,11 @@ def _messages(calls: Calls) -> Iterator[str]:
 
 
 def replay(records: Iterable[Record]) -> list[str]:
-    """Return which ranks would wait for ever: a line a rank.
+    """Return which ranks would wait for ever: one line for each.
 
-    Pure. Every rank makes its calls in order. A collective blocks until every recorded member of the group
-    has come to it; sends and receives do not block; a receive that is waited for blocks until its message has
-    been sent. So groups in crossed order are found, which need not hang on every backend.
+    Pure. Every rank makes its calls in order. A collective blocks until every recorded member of its group
+    has reached it; sends and receives do not block; waiting for a receive blocks until the message has been
+    sent. So collectives of two groups in crossed order are found too, though not every backend hangs there.
 
     Parameters
     ----------

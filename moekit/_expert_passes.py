@@ -1,7 +1,8 @@
-"""The experts' passes, forward and backward, in the tensors' dtype or with operands of eight bits.
+"""The forward and backward of the experts, in the tensors' dtype or with operands of eight bits.
 
-What a product reads in eight bits is rounded where it is made: rows on their way into expert order, hidden
-rows and their gradients in SwiGLU's passes. Weights come rounded, for either product with them.
+What a product reads in eight bits is rounded by the pass that makes it: rows as they are put into expert
+order, hidden rows and their gradients in SwiGLU's passes. Weights are rounded beforehand, once for the
+product with them and once for its input's gradient.
 """
 
 from typing import NamedTuple
@@ -19,21 +20,27 @@ from moekit.kernels.quantize import Format, Quantized, dequantize, quantize, qua
 from moekit.kernels.scaled_mm import scaled_grouped_mm, scaled_weight_grad
 from moekit.kernels.swiglu import swiglu_backward, swiglu_forward
 from moekit.kernels.swiglu_quantized import swiglu_backward_quantized, swiglu_forward_quantized
-from moekit.profiling import named
+from moekit.profiling import in_range
 
 
 class ExpertProducts(NamedTuple):
-    """Formats of a layer's operands, ``None`` for the tensors' own dtype, and who multiplies."""
+    """The format of each product's operands, ``None`` for the tensors' own dtype, and the kernels."""
 
     forward: Format | None
     input_grad: Format | None
     weight_grad: Format | None
     saved: Format | None  # of what the layer keeps for its backward
-    plain: Products  # products of the tensors' dtype, and the passes around all
+    plain: Products  # the kernels of products in the tensors' dtype, and of the passes around all products
 
     @classmethod
     def of(cls, who: str, policy: Precision, role: str, plain: Products, x: Tensor) -> "ExpertProducts":
-        """Return what a policy says of ``"experts"``, or of a dense role."""
+        """Return what a policy says of a role: ``"experts"``, ``"feed_forward"`` or another dense one.
+
+        Raises
+        ------
+        ValueError
+            In the name of ``who``, where ``x`` is on a device that would have to emulate a format.
+        """
         roles = EXPERTS if role == "experts" else (role, role, "dense_weight_grad")
         forward, input_grad, weight_grad = (form_on(who, policy, name, x) for name in roles)
         return cls(forward, input_grad, weight_grad, policy.form("saved_activations"), plain)
@@ -45,13 +52,13 @@ class ExpertProducts(NamedTuple):
 
     @property
     def scaled(self) -> str:
-        """Who multiplies numbers of eight bits: plain torch where that is asked for."""
+        """The kernels of products in eight bits: plain torch where that was asked for."""
         return "torch" if self.plain.elementwise == "torch" else "auto"
 
     def multiply(
         self, rows: Operand, weights: Operand, offsets: Tensor, like: Tensor, kernels: str, out=None
     ) -> Tensor:
-        """Return a grouped product, in the dtype of ``like``."""
+        """Return each group's rows times its matrix, in the dtype of ``like``, where asked for in ``out``."""
         if isinstance(rows, Quantized):
             assert isinstance(weights, Quantized)
             return scaled_grouped_mm(rows, weights, offsets, dtype=like.dtype, out=out, kernels=self.scaled)
@@ -74,10 +81,19 @@ class ExpertProducts(NamedTuple):
 
 
 class Experts(torch.autograd.Function):
-    """The experts over rows, or over tokens whose rows ``exchange`` sends and fetches.
+    """The experts' forward and backward: send, product, SwiGLU, product, fetch.
 
-    gate_up and down get the gradients; products read ``rounded``, which are these where nothing is rounded.
-    ``tokens`` are ``x`` in the format, where rows have arrived and whoever made them has rounded them.
+    Arguments of ``forward``, with t tokens, k choices, r rows, e experts, d features and h hidden:
+
+    - ``x`` (t, d), or rows (r, d) where they have arrived;
+    - ``weights`` (t, k), routing weights that multiply the hidden rows, or None;
+    - ``gate_up`` (e, d, 2h) and ``down`` (e, h, d): they get the gradients, while the products read
+      ``rounded``, a :class:`moekit._rounded.Weights` of each;
+    - ``offsets`` (e,), int32; ``places`` (t, k) and ``base`` (t, d), for ``exchange``, or None;
+    - ``tokens``: rows of ``x`` in the forward's format, where whoever made ``x`` has rounded it, else None;
+    - ``plan``: an :class:`ExpertProducts`;
+    - ``into``: the buffers that take the gradients of gate_up and of down in autograd's place, or None each;
+    - ``exchange``: a :class:`moekit._exchange.Exchange`.
     """
 
     gives_gradients_together = True  # for a backward that is split; see moekit/_split_backward.py
@@ -87,7 +103,7 @@ class Experts(torch.autograd.Function):
         of_gate_up, of_down = rounded
         kinds, form, by_row = plan.plain, plan.forward, weights
         if tokens is None:
-            with named("dispatch"):
+            with in_range("dispatch"):
                 rows, low, by_row = exchange.send(x, places, weights, ends=offsets, form=form, wide=False)
             tokens = rows if low is None else low
             del rows, low
@@ -108,7 +124,7 @@ class Experts(torch.autograd.Function):
         parts = [part for operand in operands for part in _parts(operand)]
         ctx.save_for_backward(x, by_row, offsets, places, *parts)
         ctx.plan, ctx.into, ctx.exchange = plan, into, exchange
-        with named("combine"):
+        with in_range("combine"):
             return exchange.fetch(out, places, base=base)[0]
 
     @staticmethod
@@ -121,13 +137,14 @@ class Experts(torch.autograd.Function):
         kinds, form = plan.plain, plan.input_grad
         into_gate_up, into_down = ctx.into
         needs_x, _, needs_gate_up, needs_down, *_ = ctx.needs_input_grad
-        at = 1 if by_row is None else 2  # of gate_up among the tensors that came
+        at = 1 if by_row is None else 2  # of gate_up among the arguments that are tensors
         needs_gate_up = needs_gate_up and (into_gate_up is None or is_asked_for(ctx, at))
         needs_down = needs_down and (into_down is None or is_asked_for(ctx, at + 1))
-        together = isinstance(exchange, rowwise)  # ranks send and fetch alike, whatever each of them needs
+        # Every rank of it must send and fetch as often, whichever gradients it needs itself.
+        together = isinstance(exchange, rowwise)
         grad_base = grad if ctx.needs_input_grad[6] else None
 
-        with named("combine"):
+        with in_range("combine"):
             grad, low, _ = exchange.send(grad, places, ends=offsets, form=form, wide=needs_down, tokens=False)
         grad_hidden = plan.multiply(grad if low is None else low, down, offsets, x, kinds.input_grad)
         if form is None:
@@ -146,8 +163,8 @@ class Experts(torch.autograd.Function):
             grad_down = plan.grad_of_weights(hidden, grad, offsets, into_down)
         del hidden, grad
         if needs_gate_up or together:
-            with named("dispatch"):
-                rows = exchange.send(x, places, ends=offsets)[0]
+            with in_range("dispatch"):
+                rows = exchange.send(x, places, ends=offsets).rows
             if needs_gate_up:
                 grad_gate_up = plan.grad_of_weights(rows, grad_projected, offsets, into_gate_up)
             del rows
@@ -156,7 +173,7 @@ class Experts(torch.autograd.Function):
             out = exchange.outgoing()
             grad_x = plan.multiply(low, gate_up, offsets, x, kinds.input_grad, out=out)
         del low
-        with named("dispatch"):
+        with in_range("dispatch"):
             grad_x, grad_weights = exchange.fetch(grad_x, places, each=grad_by_row)
         return grad_x, grad_weights, grad_gate_up, grad_down, *[None] * 2, grad_base, *[None] * 5
 

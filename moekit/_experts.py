@@ -1,20 +1,20 @@
 """The experts: grouped GEMM, activation, grouped GEMM."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
 from tensordict import TensorDict
 from torch import Tensor
 
+from moekit._exchange import Arrived, Exchange, OneRank
 from moekit._expert_passes import ExpertProducts, Experts
 from moekit._policy import BF16, Precision
 from moekit._rounded import Rounded, Weights
 from moekit._rowwise import rowwise
 from moekit.kernels import Products, aligned, choose_products
 from moekit.kernels.grouped_mm import grouped_mm
-from moekit.kernels.permute import Arrived, OneRank
 from moekit.kernels.swiglu import swiglu
 from moekit.mesh import local
 from moekit.profiling import ranged
@@ -53,13 +53,15 @@ def expert_forward(
         See :func:`moekit.kernels.choose_products`. ``"loop"`` defines the result, for any dtype, and reads
         the offsets on the host; the others need ``d`` and ``h`` to be multiples of 16 bytes.
     precision : Precision or Rounded
-        What is rounded to eight bits on the way; with weights that have been rounded
-        (:func:`moekit.precision.round_weights`), or else are in each call. A weights' gradient of eight bits
-        is rounded to the dtype before it goes to ``grad_into``.
+        Which operands of the products are rounded to eight bits. A policy alone rounds the weights in every
+        call; :func:`moekit.precision.round_weights` rounds them once, for as many calls as they stay the
+        same. A gradient of weights that was multiplied in eight bits is rounded to their dtype before it goes
+        to ``grad_into``.
     grad_into : TensorDict, optional
-        ``gate_up``, ``down`` or both: buffers of the shapes of ``experts``, float32 say, to which a backward
-        that is asked for the weights' gradients adds them (one that is compiled always does), inside the
-        kernels of ``"triton"`` and ``"quack"``; autograd then sees none. See :func:`moekit.accumulate`.
+        Buffers for ``gate_up``, ``down`` or both, of the same shapes and of any float dtype, float32 say. The
+        backward adds the weights' gradients to them and returns none to autograd; ``"triton"`` and
+        ``"quack"`` add before they round. It does so only where it was asked for these gradients, unless it
+        is compiled: then always. See :func:`moekit.accumulate`.
 
     Returns
     -------
@@ -84,8 +86,9 @@ def expert_forward(
     # Torch's products of other dtypes have no fake form, and that of ours is not differentiable.
     traced = torch.compiler.is_compiling() and products.forward == "torch" and rows.dtype != torch.bfloat16
     if plan.rounds or products.elementwise == "triton" or grad_into is not None or traced:
-        args = (rows, None, experts, gate_up, down, offsets)
-        return _run("expert_forward", plan, low, Arrived(products.elementwise), grad_into, *args)
+        exchange = Arrived(products.elementwise)
+        args = (rows, experts, gate_up, down, offsets, plan, low, exchange, grad_into)
+        return _run("expert_forward", *args)
     check_not_hollow("expert_forward", gate_up=gate_up, down=down)
     hidden = swiglu(grouped_mm(rows, gate_up, offsets, kernels=products.forward))
     out = grouped_mm(hidden, down, offsets, kernels=products.forward)
@@ -106,32 +109,50 @@ def experts_over_tokens(
     precision: Precision | Rounded = BF16,
     grad_into: TensorDict | Mapping[str, Tensor] | None = None,
 ) -> Float[Tensor, "t d"]:
-    """Return what dispatch, :func:`expert_forward` and combine do, keeping one product and ``x``.
+    """Return what dispatch, :func:`expert_forward` and combine return together, in less memory.
 
-    ``places`` say where a token's rows go when ``exchange`` sends them. ``base`` is added where the rows are
-    summed. Routing weights multiply the hidden rows: ``w (h W) = (w h) W``. So their gradient needs the
-    hidden rows alone, which the backward makes again from the first GEMM's output, as it does the rows in
-    expert order from ``x``; a combine that weighs what the experts return would have to keep it.
+    Kept for the backward are ``x`` and the output of the first GEMM; the rows in expert order are made again
+    from ``x``, the hidden rows from that output. To make this enough, each routing weight multiplies its
+    hidden row, not what the expert returns: ``w (h W) = (w h) W``. The weights' gradient then needs the
+    hidden rows alone, where a combine that weighs the experts' outputs would have to keep those.
+
+    Parameters
+    ----------
+    experts, offsets, precision, grad_into
+        As for :func:`expert_forward`.
+    x : Float[Tensor, "t d"]
+        Tokens of this rank.
+    places : Int[Tensor, "t k"]
+        int64: where ``exchange`` sends each of a token's k rows.
+    weights : Float[Tensor, "t k"]
+        Routing weights, float32 at least.
+    base : Float[Tensor, "t d"], optional
+        Added to each token's sum, as the output of a shared expert is.
+    exchange : OneRank or rowwise
+        How rows travel.
+    products : Products
+        From :func:`moekit.kernels.choose_products`.
     """
     gate_up, down = _weights(experts, x, offsets)
     low = Rounded.of(precision)
     plan = ExpertProducts.of("moe", low.policy, "experts", products, x)
-    args = (x, weights, experts, gate_up, down, offsets, places, base)
-    return _run("moe", plan, low, exchange, grad_into, *args)
+    args = (x, experts, gate_up, down, offsets, plan, low, exchange, grad_into)
+    return _run("moe", *args, weights=weights, places=places, base=base)
 
 
 def _run(
     who: str,
-    plan: ExpertProducts,
-    low: Rounded,
-    exchange: Any,
-    grad_into: Any,
     x: Tensor,
-    weights: Tensor | None,
-    experts: Any,
+    experts: Mapping[str, Tensor] | TensorDict,
     gate_up: Tensor,
     down: Tensor,
     offsets: Tensor,
+    plan: ExpertProducts,
+    low: Rounded,
+    exchange: Exchange,
+    grad_into: Mapping[str, Tensor] | TensorDict | None,
+    *,
+    weights: Tensor | None = None,
     places: Tensor | None = None,
     base: Tensor | None = None,
 ) -> Tensor:
@@ -140,8 +161,10 @@ def _run(
         Weights.of(who, name, w, low, plan.forward, plan.input_grad)
         for name, w in (("gate_up", gate_up), ("down", down))
     ]
-    args = (x, weights, gate_up, down, offsets, places, base, rounded, None, plan, into)
-    return Experts.apply(*args, exchange)
+    tokens = None  # nothing has rounded them yet
+    return Experts.apply(
+        x, weights, gate_up, down, offsets, places, base, rounded, tokens, plan, into, exchange
+    )
 
 
 def _weights(experts: Mapping[str, Tensor], rows: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,9 +204,10 @@ def _strided(weights: Float[Tensor, "E k n"]) -> Float[Tensor, "E k n"]:
 def _buffers(
     grad_into: Mapping[str, Tensor] | None, experts: Mapping[str, Tensor], gate_up: Tensor, down: Tensor
 ) -> tuple[tuple[Tensor | None, ...], Tensor, Tensor]:
-    """Return what this rank holds of the buffers for gate_up and down, None where there is none, and both.
+    """Return this rank's buffers for gate_up and down, None where there is none, and both weights.
 
-    Weights with a buffer come back as no leaves: a backward tells of other nodes alone whether it runs them.
+    The weights come back as views, not leaves: only of a node that is no leaf can a backward say whether it
+    has been asked for its gradient (:func:`moekit.kernels.is_asked_for`).
     """
     if grad_into is None:
         return (None, None), gate_up, down

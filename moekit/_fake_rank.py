@@ -21,7 +21,7 @@ from moekit._calls import Leaf, Record
 from moekit._recorder import Recorder
 from moekit._stand_ins import stand_ins
 from moekit.mesh import ranks_of
-from moekit.testing._ranks import _dumps, _pool
+from moekit.testing._ranks import dumps, shared_pool
 from moekit.tree import named
 
 Step = Callable[[], Mapping[str, Any] | None]
@@ -37,8 +37,8 @@ def run_ranks(
     step_of_rank: Callable, ranks: Sequence[int], world_size: int, device: Device, n_processes: int
 ) -> list[Record]:
     """Execute ``step_of_rank`` as some ranks of a world, ``n_processes`` at a time; raise if one fails."""
-    call = pickle.dumps((os.getcwd(), sys.path, _dumps(step_of_rank)))
-    pool, todo = _pool(), list(reversed(ranks))
+    call = pickle.dumps((os.getcwd(), sys.path, dumps(step_of_rank)))
+    pool, todo = shared_pool(), list(reversed(ranks))
     running: dict[Any, tuple[int, Any]] = {}
     records: dict[int, Record] = {}
     try:

@@ -8,10 +8,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moekit._exchange import Arrived
 from moekit._expert_passes import ExpertProducts, Experts
 from moekit._rounded import Rounded, Weights
 from moekit.kernels import Products
-from moekit.kernels.permute import Arrived
 from moekit.kernels.quantize import Format, Quantized, dequantize, quantize
 from moekit.kernels.scaled_mm import scaled_mm
 from moekit.tree import check_not_hollow

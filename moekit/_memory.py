@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from moekit._deepep import buffer_bytes
-from moekit._rowwise import layout as rowwise_buffers, rows_of_rank
+from moekit._rowwise import buffers_of_rank, rows_of_rank
 from moekit.config import ModelConfig, Stage
 from moekit.kernels.attention import D_HEADS
 from moekit.losses import tokens_per_chunk
@@ -219,7 +219,7 @@ def _buffers(config: ModelConfig, layout: Layout, stages: dict[int, Stage]) -> i
         return sum(buffer_bytes(layout.ep, -(-tokens // n), config.d_model, config.top_k) for n in n_parts)
     dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
     rows = [-(-rows_for_experts(config, layout) // n) for n in n_parts]
-    sizes = (rowwise_buffers(layout.ep, n, config.d_model, config.n_experts, dtype) for n in rows)
+    sizes = (buffers_of_rank(layout.ep, n, config.d_model, config.n_experts, dtype) for n in rows)
     return sum(byte_offsets(x)[1] for x in sizes)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from moekit._dispatch import Dispatched, Via, combine, dispatch
+from moekit._exchange import OneRank
 from moekit._experts import Kernels, expert_forward, experts_over_tokens
 from moekit._low_dense import low_feed_forward
 from moekit._policy import BF16, Precision, check_payload
@@ -20,11 +21,11 @@ from moekit._route import Routing, route
 from moekit._rowwise import rowwise
 from moekit.kernels import check_shapes, choose_products, elementwise
 from moekit.kernels.feed_forward import feed_forward as dense
-from moekit.kernels.permute import OneRank, count_experts, expert_slots
+from moekit.kernels.permute import count_experts, expert_slots
 from moekit.kernels.quantize import Quantized
 from moekit.mesh import check_one_axis, local
 from moekit.overlap import Overlap, beside, two_batch
-from moekit.profiling import named, ranged
+from moekit.profiling import in_range, ranged
 from moekit.tree import check_names, check_not_hollow
 
 
@@ -59,24 +60,29 @@ def moe(
     kernels, precision, grad_into
         As for :func:`moekit.expert_forward`.
     overlap : {"none", "two_batch", "shared"}
-        What runs beside what on CUDA, which need not be faster (:mod:`moekit.overlap`); elsewhere the same is
-        computed in turn. ``"two_batch"``: one half of the tokens travels while the experts compute the other,
-        and the shared expert while the first half is on its way. All tokens are routed at once; a ``via``
-        with a capacity, though, has its room for each half. Rows are kept and copied as by
-        :func:`moekit.dispatch` and :func:`moekit.combine`. ``"shared"``: the shared expert beside all else;
-        the sum with it is rounded once more where kernels would fuse it.
+        What runs at the same time on CUDA; elsewhere the same is computed in turn. It need not be faster:
+        see :mod:`moekit.overlap`.
+
+        ``"two_batch"``: one half of the tokens travels while the experts compute the other half, and the
+        shared expert is computed while the first half is on its way. All tokens are routed together, but a
+        ``via`` with a capacity has that room for each half. Rows are copied and kept for the backward as
+        :func:`moekit.dispatch` and :func:`moekit.combine` do.
+
+        ``"shared"``: the shared expert runs beside all that is routed. Its output is added at the end, which
+        rounds once more where kernels would have added it in their sum.
 
     Returns
     -------
     y : Float[Tensor, "t d"]
     routing : Routing
-        For the balancing losses and counts.
+        For the balancing losses and counts; its ``dropped`` says what ``via`` had no room for.
 
     Raises
     ------
     ValueError
-        From the functions that it is made of, for sizes that do not fit or options unknown to them; for
-        parameters that are missing, among them those of a shared expert that ``overlap`` names.
+        When parameters are missing, among them those of a shared expert that ``overlap`` names, or
+        ``overlap`` is unknown; and as :func:`moekit.route`, :func:`moekit.dispatch` and
+        :func:`moekit.expert_forward`.
     """
     check_names("moe", "params", params, "router", "experts")
     check_names("moe", "experts", params["experts"], "gate_up", "down")
@@ -108,7 +114,7 @@ def moe(
         y, dropped = _through(via, experts, x, routing, options)
         return y, replace(routing, dropped=dropped)
     if products.elementwise == "triton" and via in (None, "local") and alone:
-        with named("dispatch"):
+        with in_range("dispatch"):
             slots = expert_slots(routing.expert_ids, routing.n_experts, kernels="triton")
         offsets = routing.counts.cumsum(0).int()
         exchange = OneRank("triton")
@@ -122,7 +128,7 @@ def moe(
 
 @torch.compiler.disable()  # a compiler may copy a buffer that other ranks write to
 def _through(via: rowwise, experts: Any, x: Tensor, routing: Routing, options: dict) -> tuple[Tensor, Tensor]:
-    with named("dispatch"):
+    with in_range("dispatch"):
         places, offsets, dropped = via.plan(routing)
     y = experts_over_tokens(experts, x, places, routing.weights, offsets, exchange=via, **options)
     return y, dropped

@@ -31,29 +31,34 @@ STAYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The format of each role; ``None``: the dtype of the tensors that come, bfloat16 say.
+    """A format for each role of a model; ``None`` stands for the dtype of the tensors, bfloat16 say.
 
-    Frozen and hashable. Roles that are never rounded take one value alone, so that a policy names them.
+    Frozen and hashable. Some roles are never rounded. They are fields all the same, with one value each, so
+    that a policy names all that a model computes.
 
     Attributes
     ----------
-    attention_projections, feed_forward : str, optional
-        Queries', keys', values' and the output projection; dense layers and shared experts: their products
-        and the gradients of what these read.
+    attention_projections : str, optional
+        Both operands of the products with ``qkv`` and ``out``, and of those that give their inputs'
+        gradients.
+    feed_forward : str, optional
+        Likewise in dense layers and shared experts.
     dense_weight_grad : str, optional
-        Gradients of both's weights, which sum over tokens.
+        Both operands of the products that give the weights' gradients of these two roles.
     experts_forward, experts_input_grad, experts_weight_grad : str, optional
-        The routed experts' products.
+        Both operands of the routed experts' products: forward, inputs' gradients, weights' gradients.
     saved_activations : str, optional
-        What layers keep for their backward: experts their first product, from which hidden rows are made
-        again; dense and shared ones too, and projections their input, where these are rounded.
+        What layers keep for their backward. Routed experts keep their first product; dense layers and shared
+        experts too, and projections their input, where their own role is rounded.
     dispatch_payload : {"fp8_rowwise"}, optional
-        Tokens on their way to other ranks; the transport needs it too (``mk.rowwise(payload=...)``).
+        Tokens on their way to other ranks. The transport must be made for it: ``mk.rowwise(payload=...)``.
     router, gradient_accumulation : {"float32"}
+        Never rounded.
     attention, norms, head, combine_payload : None
+        Never rounded.
     emulate : bool
-        Where a device has no units for a format, multiply the rounded numbers as wider ones: exact, and
-        slower than no rounding at all. Without it that is refused.
+        Where a device has no units for a format, multiply the rounded numbers in a wider dtype that holds
+        them exactly, which is slower than no rounding at all. Without it that is a ``ValueError``.
 
     Raises
     ------
@@ -129,7 +134,10 @@ class Precision:
                 )
 
     def describe(self, device: str | torch.device | None = None) -> str:
-        """Return a table: each role, its format, and whether a device, by default this one's, has units."""
+        """Return a table: each role, its format, and whether a device has units for it.
+
+        Of the CUDA device, where there is one, unless another is named.
+        """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         lines = []
@@ -231,7 +239,7 @@ def form_on(who: str, policy: Precision, role: str, x: Tensor) -> Format | None:
 
 
 def check_payload(who: str, policy: Precision, payload: torch.dtype | None) -> None:
-    """Raise ``ValueError`` unless tokens travel as the policy says: the transport is made before it."""
+    """Raise ``ValueError`` unless the transport, which was made before, sends tokens as the policy says."""
     wanted = policy.form("dispatch_payload")
     if wanted is not None and payload != wanted.elements:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Weights rounded for a policy, once for as long as they stay as they are.
+"""Weights rounded as a policy says, once for all calls between two updates.
 
 Axes: E experts, K and N a matrix's dims, b scales.
 """
@@ -23,16 +23,18 @@ Operand = Tensor | Quantized
 
 @dataclass(frozen=True, eq=False)
 class Rounded:
-    """A policy, and what has been rounded for it already; ``precision=`` of the functions that compute.
+    """A policy, with what has been rounded for it already: a value for ``precision=``.
 
     Attributes
     ----------
     policy : Precision
+        The format of each role.
     weights : TensorDict, optional
-        Under the names of the parameters, ``forward`` and ``input_grad`` of those that are rounded, each
-        ``values`` and ``scales``; ``None``: they are rounded in each call.
+        From :func:`round_weights`: a tree like the parameters, of those that are rounded. Each has
+        ``forward`` and ``input_grad``, for the two products that read it, as ``values`` and ``scales``.
+        ``None``: each call rounds its weights.
     tokens : Quantized, optional
-        What comes in, where whoever made it has rounded it.
+        The input of the function that is called, already rounded by the operation that made it.
     """
 
     policy: Precision  # without a default, which torch 2.11 cannot trace
@@ -41,7 +43,7 @@ class Rounded:
 
     @classmethod
     def of(cls, precision: "Precision | Rounded") -> "Rounded":
-        """Return either as this.
+        """Return a policy as a value of this class, and one of this class as it is.
 
         Raises
         ------
@@ -55,27 +57,32 @@ class Rounded:
         return precision if isinstance(precision, Rounded) else cls(precision)
 
     def part(self, name: str, tokens: Quantized | None = None) -> "Rounded":
-        """Return that of a part of the parameters."""
+        """Return the same for one part of the parameters, with the ``tokens`` that come into that part."""
         weights = None if self.weights is None else self.weights.get(name, {})
         return Rounded(self.policy, weights, tokens)
 
 
 class Weights(NamedTuple):
-    """A matrix, or one of each expert, (*E, K, N), as the two products with it read it."""
+    """A matrix (K, N), or one of each expert (E, K, N), as each of the two products with it reads it.
 
-    forward: Operand  # rounded (*E, N, K)
-    input_grad: Operand  # rounded (*E, K, N), else transposed
+    Products in eight bits want what they sum over last, torch's want an operand to multiply with.
+    """
+
+    forward: Operand  # rounded: (*E, N, K); else the matrix itself
+    input_grad: Operand  # rounded: (*E, K, N); else the matrix, transposed
 
     @classmethod
     def of(
         cls, who: str, name: str, w: Tensor, low: Rounded, forward: Format | None, input_grad: Format | None
     ) -> "Weights":
-        """Return what has been rounded of ``w`` to these formats, here if nowhere else, and views for None.
+        """Return ``w`` in these formats, ``None`` for its own dtype.
+
+        Taken from ``low.weights`` where they hold ``w``, else rounded here.
 
         Raises
         ------
         ValueError
-            Where it has been rounded to other formats, or has no values and is read.
+            Where ``low.weights`` have it in other formats, or it is read and hollow (:func:`hollow`).
         """
         mine = None if low.weights is None else low.weights.get(name, {})
         if mine is None or forward is None or input_grad is None:
@@ -87,7 +94,7 @@ class Weights(NamedTuple):
         )
 
     def of_one_expert(self) -> "Weights":
-        """Return a matrix as those of one expert."""
+        """Return rounded (K, N) operands as those of one expert, (1, K, N)."""
         return Weights(*(Quantized(*(part[None] for part in x)) for x in self if isinstance(x, Quantized)))
 
 
@@ -109,17 +116,24 @@ def _operand(
 
 
 def round_weights(params: TensorDict, policy: Precision | Rounded) -> Rounded:
-    """Round all matrices that a policy rounds, for as long as they stay as they are: once a step.
+    """Round every matrix that a policy rounds: once a step, as long as the weights stay the same.
 
-    Of parameters, or of the float32 masters of :func:`moekit.shard_optimizer`: what other ranks hold of a
-    matrix then comes in eight bits, for both products as many bytes as in bfloat16. Not differentiable, nor
-    need it be: gradients go to the parameters. Collective over the axes that shard a matrix, but not its
-    experts; a few collectives a matrix, waited for.
+    Not differentiable, nor need it be: gradients go to the parameters. Collective where ranks share a matrix,
+    as they share masters: a few collectives for each such matrix, waited for. Experts that lie on different
+    ranks are not shared in this sense.
+
+    Parameters
+    ----------
+    params : TensorDict
+        The parameters, or the float32 masters of :func:`moekit.shard_optimizer`. Of masters, what other ranks
+        hold arrives in eight bits, once for each of the two products: as many bytes as gathering bfloat16.
+    policy : Precision or Rounded
+        Which roles are rounded, and to what.
 
     Returns
     -------
     Rounded
-        This rank's, for ``precision=`` of :func:`moekit.next_token_loss` and what it calls.
+        What this rank multiplies with, for ``precision=`` of :func:`moekit.next_token_loss` and all it calls.
 
     Raises
     ------
@@ -136,12 +150,13 @@ def round_weights(params: TensorDict, policy: Precision | Rounded) -> Rounded:
 
 
 def hollow(params: TensorDict, policy: Precision | Rounded) -> TensorDict:
-    """Return parameters in which those that a policy rounds for both their products have no memory.
+    """Return parameters without memory for those matrices that a policy rounds for both their products.
 
-    They keep shape, dtype and placement, get gradients, and read as NaN: the products need
-    ``precision=round_weights(masters, policy)``. :func:`moekit.shard_optimizer` leaves them alone, once it
-    has made its masters, and a checkpoint leaves them out. A copy (``clone``, ``to``) has memory again, all
-    of it NaN.
+    Where masters are rounded once a step, nothing reads the bfloat16 parameter. A hollow one keeps its shape,
+    dtype and placement and gets a gradient, but is one NaN, expanded: products with it need
+    ``precision=round_weights(masters, policy)``. :func:`moekit.shard_optimizer` does not write to it, and a
+    checkpoint leaves it out. Make the optimizer's state first: its masters are copies of the parameters. A
+    copy of a hollow parameter (``clone``, ``to``) takes memory again, all of it NaN.
     """
     policy = Rounded.of(policy).policy
 
@@ -172,16 +187,17 @@ def _forms_of(policy: Precision, role: str) -> tuple[Format | None, Format | Non
 
 @torch.no_grad()
 def round_matrix(w: Float[Tensor, "*E K N"], forward: Format | None, input_grad: Format | None) -> TensorDict:
-    """Round a matrix, or one of each expert, for its products: ``forward`` and ``input_grad`` where they are.
+    """Round a matrix, or one of each expert, for each of its two products; for one whose format is given.
 
-    The product sums over K and its input's gradient over N, so there is one of each. Collective where the
-    matrix is sharded, as :func:`round_weights` is.
+    The product itself sums over K and the gradient of its input over N, and what is summed over shares a
+    scale: so each needs a rounding of its own. Collective where ranks share the matrix, as
+    :func:`round_weights` is.
 
     Returns
     -------
     TensorDict
-        Of either, ``values`` and ``scales``: of one with experts (E, N, K) and (E, N, b), or (E, K, N) and
-        (E, K, b).
+        ``forward``: ``values`` (*E, N, K) and ``scales`` (*E, N, b); ``input_grad``: (*E, K, N) and
+        (*E, K, b).
     """
     of = {"forward": (w.mT, forward), "input_grad": (w, input_grad)}
     return TensorDict({name: _round(x, form)._asdict() for name, (x, form) in of.items() if form is not None})

@@ -22,12 +22,24 @@ Assignment = Literal["top_k", "random", "uniform"]
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """Which experts each token goes to. Floats are float32, or float64 in a float64 model.
+    """Which experts each token goes to, and with what weight: what :func:`moekit.route` returns.
 
-    ``weights`` multiply the experts' outputs; ``scores`` are every expert's score before the choice;
-    ``counts`` are this call's rows per expert of the layer, padding
-    included; ``dropped`` those of them that :func:`moekit.moe` had no room for, None where that cannot be.
-    Ids and counts are int64.
+    t tokens of this rank, k choices of each, E experts of the layer over all ranks. A *route* is one choice
+    of one token, t * k in all. Floats are float32, or float64 in a float64 model; ids and counts are int64.
+
+    Attributes
+    ----------
+    weights : Float[Tensor, "t k"]
+        What the outputs of a token's experts are multiplied by before they are summed.
+    expert_ids : Int[Tensor, "t k"]
+        In [0, E), all different for one token.
+    counts : Int[Tensor, " E"]
+        Routes of this call to each expert, those of padding included.
+    logits, scores : Float[Tensor, "t E"]
+        Of every expert, before the choice; scores are the softmax or sigmoid of the logits.
+    dropped : Int[Tensor, " E"], optional
+        Those of ``counts`` that the transport had no room for. :func:`moekit.moe` fills it in; None where
+        nothing can be dropped.
     """
 
     weights: Float[Tensor, "t k"]
@@ -89,34 +101,37 @@ def route(
     bias : Float[Tensor, " E"], optional
         Added to the scores for the choice alone; it never enters the weights. float32 at least.
     n_groups, top_groups : int
-        Experts form ``n_groups`` groups of neighbours; a token uses the ``top_groups`` whose two best biased
-        scores have the largest sum.
+        Group-limited routing: experts form ``n_groups`` groups of neighbours, and a token goes to experts of
+        its ``top_groups`` best groups alone. A group's score is the sum of its two best biased scores.
     assignment : {"top_k", "random", "uniform"}
-        ``"random"``: k experts drawn for each token from ``key`` and its id, without replacement.
-        ``"uniform"``: token i takes the k experts after a start that moves by k with i, so loads of
-        consecutive ids are equal to within one. Both look at neither scores nor groups. Weights are the
-        chosen experts' scores in all three.
+        ``"top_k"``: the experts of the best biased scores. ``"random"``: k different experts drawn for each
+        token, from ``key`` and the token's id. ``"uniform"``: experts in turn from one that ``key`` says, k
+        for each id after the k of the id before, so that loads of consecutive ids differ by one at most. The
+        last two look at neither scores nor groups; weights are the chosen experts' scores all the same.
     key : Int[Tensor, ""], optional
-        For ``"random"`` and ``"uniform"``, which need it, alone; see :func:`moekit.random.make_key` and
-        :func:`moekit.random.fold_in`.
+        Needed by ``"random"`` and ``"uniform"``, and refused by ``"top_k"``. See
+        :func:`moekit.random.make_key` and :func:`moekit.random.fold_in`.
     token_ids : Int[Tensor, " t"], optional
         Index of each token in the global batch; by default its place in ``x``.
     expert_ids : Integer[Tensor, "t k"], optional
-        The experts that each token goes to, all different, of any integer dtype: a recording, say
-        (:func:`moekit.balance.replay`). Weights are their scores; groups are not looked at.
+        Which experts each token goes to, in place of a choice: those of a recording, say
+        (:func:`moekit.balance.replay`). All different for one token, of any integer dtype. Weights are their
+        scores; groups are not looked at.
     kernels : {"auto", "torch", "triton"}
-        ``"triton"`` makes scores, choice and weights in one pass, and counts; ``"auto"`` does on CUDA.
+        ``"triton"`` makes scores, choice and weights in one kernel, and the counts in another; ``"auto"`` is
+        that on CUDA, and ``"torch"`` elsewhere.
 
     Returns
     -------
     Routing
-        See there.
+        Weights, choices, counts, logits and scores.
 
     Raises
     ------
     ValueError
         When an option is unknown or would have no effect, sizes do not fit, a random assignment has no key,
-        or expert ids are out of range or twice a token's (on CUDA: a device assertion).
+        or ``expert_ids`` are out of range or repeat an expert for one token (on CUDA the last two are a
+        device assertion, later).
 
     References
     ----------
@@ -206,7 +221,7 @@ def _check_assignment(assignment: Assignment, key: Tensor | None, bias: Tensor |
 
 
 def _checked_ids(ids: Tensor, shape: tuple[int, int], n_experts: int) -> Int[Tensor, "t k"]:
-    """Return ids that are given, in int64; raise where they are no k experts of each token."""
+    """Return given ids in int64; raise unless they are k different experts of each token."""
     check_shapes("route", expert_ids=(ids, shape))
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
         raise ValueError(f"route needs expert_ids of an integer dtype, got {ids.dtype}")

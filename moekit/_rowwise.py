@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from moekit._exchange import Sent
 from moekit._made_for import MadeFor, check_sizes
 from moekit._route import Routing
 from moekit.kernels import check_shapes
 from moekit.kernels.one_sided import FP8, dequantize_rows, get_each, get_sum, put, put_each, put_quantized
-from moekit.kernels.permute import Sent, gather_sum_backward
+from moekit.kernels.permute import gather_sum_backward
 from moekit.kernels.quantize import ROWWISE, Format, Quantized, quantize
 from moekit.kernels.row_map import RowMap, row_map
 from moekit.mesh import check_one_axis
@@ -31,51 +32,52 @@ Overflow = Literal["even", "score", "refuse"]
 
 
 class rowwise(MadeFor):
-    """A transport of fixed shapes, for ranks that address each other's memory: ``via=`` of :func:`dispatch`.
+    """A transport of fixed shapes, for ranks that address each other's memory: ``via=`` of a layer.
 
-    Made once, by all ranks of the mesh, and handed to every layer: buffers belong to this object, are in use
-    only while a layer sends or fetches, and go when nothing refers to it. With :func:`moekit.moe` and the
-    products of Triton or quack-kernels nothing is copied on the way; :func:`moekit.dispatch` and
-    :func:`moekit.combine` by themselves copy rows out of the buffers and into them, as autograd keeps them
-    beyond the call. All ranks run the backward of a layer, or
-    none does. First derivatives only.
+    Made once, by all ranks of the mesh, and handed to every layer. The buffers belong to this object: a layer
+    uses them only while it sends or fetches, and they are freed when nothing refers to the object. In
+    :func:`moekit.moe`, with the products of Triton or quack-kernels, experts read and write the buffers
+    themselves. :func:`moekit.dispatch` and :func:`moekit.combine` by themselves copy rows out of the buffers
+    and into them, as autograd keeps rows beyond the call.
+
+    Either all ranks run the backward of a layer or none does. First derivatives only.
 
     Parameters
     ----------
     mesh : DeviceMesh, optional
         The one-axis expert-parallel mesh, ``mesh["ep"]``; ``None`` for one process.
     n_tokens : int
-        Tokens of a rank in one call; they may be fewer, and more where a capacity factor is given.
+        Tokens of a rank in one call, at most; with a capacity factor a call may have more.
     d_model, n_experts, top_k : int
         As of the layers; ``n_experts`` over all ranks.
     dtype : torch.dtype
         Of tokens and rows.
     capacity_factor : float, optional
-        A rank has room for ``ceil(capacity_factor * n_tokens * top_k)`` rows. By default there is always
-        room: for ``ep * n_tokens * min(top_k, n_experts / ep)``, which is what the experts' activations
-        take too.
+        A rank has room for ``ceil(capacity_factor * n_tokens * top_k)`` rows. By default it has room for the
+        most that can come, ``ep * n_tokens * min(top_k, n_experts / ep)``. The activations of the experts
+        take as much room as the rows do.
     overflow : {"even", "score", "refuse"}
-        What becomes of rows without room: ``"even"`` drops as large a share of every expert's rows from every
-        rank, to within one row, spread over the sequence; ``"score"`` drops as many of each, those of the
-        smallest routing weights; ``"refuse"`` raises (on CUDA later, as nothing waits). A dropped route adds
-        nothing to its token's sum; ``dropped`` of :class:`moekit.Dispatched` and :class:`moekit.Routing`
-        counts them.
+        What becomes of rows without room. ``"even"`` drops the same share of each expert's rows from each
+        rank, to within one row, spread over the tokens. ``"score"`` drops as many of each, but those with the
+        smallest routing weights. ``"refuse"`` raises; on CUDA that comes later, as nothing waits. A dropped
+        route adds nothing to its token's sum, and is counted in ``dropped`` of :class:`moekit.Dispatched` and
+        :class:`moekit.Routing`.
     device : str or torch.device, optional
         By default the mesh's, or the CPU.
     kernels : {"auto", "torch", "triton"}
         As for :mod:`moekit.kernels`. On CUDA ``"torch"`` waits for the device.
     payload : torch.dtype, optional
-        ``torch.float8_e4m3fn``: tokens travel to their experts in it, at half the bytes of bfloat16, with one
-        float32 scale a token, its largest magnitude by 448; ``None``: as they are. The sender's kernel makes
-        both on the way, and here they become rows of ``dtype`` again as they arrive, so that any experts'
-        kernels read them. The backward sends tokens again likewise, so weights' gradients are those of the
-        rows that the forward had, and gradients pass the rounding as if it were not there. What experts make
-        comes home in ``dtype``, and gradients travel in it both ways: sums of them lose more, and a
-        gradient's largest number says less about the others. Takes half as much again of buffers for rows
-        that come; a token with a number that is not finite becomes NaN.
+        ``None``: rows travel as they are. ``torch.float8_e4m3fn``: tokens travel to their experts in half the
+        bytes of bfloat16, with one float32 scale a token, its largest magnitude divided by 448. The sending
+        kernel rounds; on arrival rows become ``dtype`` again, which every experts' kernel reads. The backward
+        sends tokens the same way, so that weights' gradients are those of the rows that the forward had;
+        tokens' gradients ignore the rounding. What experts return, and all gradients, travel in ``dtype``:
+        sums of them lose more to rounding, and a gradient's largest number says less about the others. The
+        buffer of arriving rows takes half as much again. A token with a number that is not finite becomes
+        NaN.
     timeout : timedelta, optional
-        How long a rank waits for the others, by default as in collectives of the mesh; then a layer raises,
-        and on CUDA the device stops. See :meth:`moekit.symmetric.SymmetricMemory.barrier`.
+        How long a rank waits for the others before the layer raises, and on CUDA the device stops; by default
+        as long as collectives of the mesh do. See :meth:`moekit.symmetric.SymmetricMemory.barrier`.
 
     Attributes
     ----------
@@ -84,12 +86,12 @@ class rowwise(MadeFor):
     memory : SymmetricMemory
         The buffers.
     n_bytes : int
-        Of this rank's buffers.
+        Bytes of this rank's buffers.
 
     Raises
     ------
     ValueError
-        For sizes that do not fit, and from each use with other tokens than these.
+        For sizes that do not fit, and from each call with tokens of another number, width or dtype.
     RuntimeError
         When the ranks cannot address each other's memory.
     """
@@ -136,7 +138,7 @@ class rowwise(MadeFor):
         if payload and torch.device(device).type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
             raise ValueError(f"rowwise needs compute capability 8.9 for payload={payload}; leave it out")
         self.memory = SymmetricMemory(
-            layout(size, self.capacity, d_model, n_experts, dtype, payload),
+            buffers_of_rank(size, self.capacity, d_model, n_experts, dtype, payload),
             mesh=mesh,
             device=torch.device(device),
             timeout=timeout,
@@ -188,11 +190,11 @@ class rowwise(MadeFor):
         wide: bool = True,
         tokens: bool = True,
     ) -> Sent:
-        """Return the rows that came here, in the buffer, until the next ``send``; and the weights, a copy.
+        """Return the rows that came here, as :class:`moekit._exchange.Exchange` says. Collective.
 
-        ``tokens``, not gradients, travel as ``payload`` says. With a format rows come in that, and only with
-        ``wide`` as they are too; what has travelled in it is not touched again. ``ends``, where the rows of
-        each expert here end, is needed for a payload and a format.
+        ``rows`` are a view of the buffer, overwritten by the next ``send``; ``weights`` are a copy. Tokens
+        travel in ``payload``; where the rows are wanted in that very format, they are not rounded again. A
+        payload or a format needs ``ends``.
         """
         packed = self._send(x, places, weights, packed=tokens)
         rows, low = self.memory.tensors["rows in"].mine, None
@@ -204,7 +206,7 @@ class rowwise(MadeFor):
         if form is not None and low is None:
             low = quantize(rows, form, end=ends, kernels=self.kernels)
         by_row = None if weights is None else self.memory.tensors["weights in"].mine.clone()
-        return rows if form is None or wide else None, low, by_row
+        return Sent(rows if form is None or wide else None, low, by_row)
 
     def _send(self, x: Tensor, places: Tensor, weights: Tensor | None, *, packed: bool) -> Quantized | None:
         """Write tokens to their places, and wait for those that come; return these if they came packed."""
@@ -230,9 +232,10 @@ class rowwise(MadeFor):
         base: Float[Tensor, "t d"] | None = None,
         each: Float[Tensor, " r"] | None = None,
     ) -> tuple[Float[Tensor, "t d"] | None, Float[Tensor, "t k"] | None]:
-        """Return each token's sum of what ranks have in ``rows``, and each route's number in ``each``.
+        """Return each token's weighted sum of rows, wherever they are, and each route's number. Collective.
 
-        ``rows`` are copied unless they are what :meth:`outgoing` gave.
+        ``weights`` are 1 where None, ``base`` is added to the sums; a dropped route adds nothing, and its
+        number is 0. ``rows`` are copied to the buffer unless they are what :meth:`outgoing` returned.
         """
         if rows is not None:
             self.check_tokens(rows, "rows")
@@ -250,7 +253,7 @@ class rowwise(MadeFor):
         )
 
     def outgoing(self) -> Float[Tensor, "r d"]:
-        """Return where rows that are to be fetched can be made."""
+        """Return the buffer that rows are fetched from, to write them there in the first place."""
         return self._claim("rows out").mine
 
     def _claim(self, name: str):
@@ -292,7 +295,7 @@ def rows_of_rank(
     return math.ceil(capacity_factor * n_tokens * top_k)
 
 
-def layout(
+def buffers_of_rank(
     n_ranks: int,
     capacity: int,
     d_model: int,
@@ -300,7 +303,7 @@ def layout(
     dtype: torch.dtype,
     payload: torch.dtype | None = None,
 ) -> Layout:
-    """Return shape and dtype of each buffer of a rank."""
+    """Return shape and dtype of each buffer of a rank, by name."""
     wide = torch.promote_types(dtype, torch.float32)
     packed: Layout = {
         "packed in": ((capacity, d_model), payload or dtype),
@@ -321,7 +324,7 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx, x, places, offsets, transport):
         ctx.save_for_backward(places)
         ctx.transport = transport
-        return transport.send(x, places, ends=offsets)[0].clone()
+        return transport.send(x, places, ends=offsets).rows.clone()
 
     @staticmethod
     @once_differentiable  # what other ranks write has no graph

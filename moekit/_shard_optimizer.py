@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from moekit.mesh import all_reduce, describe_place, place, ranks_of
-from moekit.optim import Optimizer, Scaled, check_names
+from moekit.optim import Optimizer, Scaled, matching_leaves
 from moekit.profiling import ranged
 from moekit.tree import held, in_turn, is_hollow, map_named, named, on_mesh
 
@@ -44,13 +44,14 @@ def shard_optimizer(
         them in place and return them. It sees gradients that are summed, sharded and float32 (float64 for
         float64 parameters).
     reduce : {"step", "micro_batch"}
-        When to reduce-scatter: in ``update``, of gradients accumulated locally; or before, each
-        micro-batch's as soon as it is complete, by the result's ``on_grad``: one collective a leaf and
-        micro-batch, and a gradient takes only this rank's part. ``update`` takes summed gradients for
-        either, and those not yet summed for ``"step"`` alone.
+        When to reduce-scatter gradients. ``"step"``: once, in ``update``, after they were accumulated
+        locally, which takes a buffer of each whole gradient. ``"micro_batch"``: each micro-batch's, as soon
+        as it is complete, by the ``on_grad`` of the result: one collective for each leaf and micro-batch, and
+        buffers of this rank's parts alone. Gradients that are summed already pass ``update`` either way;
+        those that are not only with ``"step"``.
     bucket_bytes : int
-        Most bytes of a bucket, counted over all ranks; a larger leaf travels alone. Up to two are alive at
-        a time.
+        Most bytes of a bucket, counted over all ranks; a larger leaf travels alone. Up to two buckets exist
+        at a time.
     mesh : DeviceMesh, optional
         All ranks that hold any parameter, those of all stages of a pipeline. ``None``: plain tensors and no
         collective, masters all the same.
@@ -122,8 +123,8 @@ def shard_optimizer(
             )
         leaves = named(params)
         plans = {name: plan_of(name, p) for name, p in leaves.items()}
-        given = check_names("shard_optimizer", "gradients", grads, leaves)
-        master = check_names("shard_optimizer", "masters", state["master"], leaves)
+        given = matching_leaves("shard_optimizer", "gradients", grads, leaves)
+        master = matching_leaves("shard_optimizer", "masters", state["master"], leaves)
         for name, plan in plans.items():
             plan.check_gradient(name, given[name])
             plan.check_master(name, master[name])

@@ -27,13 +27,24 @@ from moekit.mesh import data_mesh
 class Batch:
     """Rows of a global batch, with the totals its losses are divided by: a pytree of int64 and bool tensors.
 
-    ``targets[:, i]`` is the token after ``tokens[:, i]``; ``mask`` says which targets count. ``documents``
-    numbers the document of each token within its row from 0, with -1 for padding. ``sample_ids`` says which
-    samples of the corpus the rows are (-1: a row of padding). ``n_targets`` (True in ``mask``) and
-    ``n_tokens`` (not padding) are totals of the global batch, which `count_tokens` fills in. ``positions``
-    says which positions of its row these are, where `moekit.context.split_context` left a part of them.
-    ``expert_ids`` are the experts that each position goes to in each layer that has experts, where the router
-    is not to choose them, in any integer dtype: see `moekit.balance.replay`.
+    Attributes
+    ----------
+    tokens, targets : Int[Tensor, "b s"]
+        Token ids; ``targets[:, i]`` is the token after ``tokens[:, i]``.
+    mask : Bool[Tensor, "b s"]
+        Which targets count.
+    documents : Int[Tensor, "b s"]
+        Number of each token's document within its row, from 0; -1 is padding.
+    sample_ids : Int[Tensor, " b"]
+        Which sample of the corpus each row is; -1 is a row of padding.
+    n_targets, n_tokens : Int[Tensor, ""], optional
+        Totals of the global batch: targets that count, and tokens that are not padding. `count_tokens` fills
+        them in.
+    positions : Int[Tensor, "b s"], optional
+        Which positions of its row these are, where `moekit.context.split_context` has left a part of them.
+    expert_ids : Integer[Tensor, "b l s k"], optional
+        The experts that each position goes to in each layer that has experts, in place of the routers'
+        choice: see `moekit.balance.replay`. Of any integer dtype.
     """
 
     tokens: Int[Tensor, "b s"]

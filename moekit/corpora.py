@@ -353,9 +353,6 @@ def corpus_of_text(files: Mapping[str, str], tokenizer: Tokenizer) -> Corpus:
     return corpus_of_tokens({"text": tokens}, eos=tokenizer.eos, vocab_size=tokenizer.vocab_size)
 
 
-# --- Baseline -------------------------------------------------------------------------
-
-
 def load_corpus(tokens: str | Path | None, *, eos: int | None = None, vocab_size: int) -> Corpus:
     """Make a corpus of uint32 token files, or by default of the standard library's bytes.
 
@@ -381,6 +378,9 @@ def load_corpus(tokens: str | Path | None, *, eos: int | None = None, vocab_size
             f"got {eos=} without files, {vocab_size=}"
         )
     return corpus
+
+
+# --- Baseline -------------------------------------------------------------------------
 
 
 def _trigrams(text: str) -> Int[np.ndarray, " _"]:

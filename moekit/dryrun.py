@@ -28,6 +28,7 @@ from moekit._calls import (
 from moekit._dispatch import TRANSPORTS, Transport, dispatch_all_to_all
 from moekit._fake_rank import Device, Step as Step, run_ranks
 from moekit._route import Routing
+from moekit._text import table
 from moekit.batch import make_batch
 from moekit.config import ModelConfig
 from moekit.context import split_context
@@ -57,9 +58,9 @@ __all__ = [
 class Report:
     """What a dry run found; ``print`` it.
 
-    Its table has a line for ranks that hold as much: bytes by kind at the fullest moment of the second step,
-    as `Record` says; ``TFLOP``, what a rank executes in a step, with what is recomputed and all pairs of
-    attention; ``at``, the operation that ran at that moment.
+    Its first table has one line for all ranks that hold the same: bytes by kind at the fullest moment of the
+    second step, as in `Record`; ``TFLOP``, what a rank executes in a step, with what is recomputed and with
+    all pairs of causal attention; and ``at``, the operation that ran at the fullest moment.
     """
 
     records: tuple[Record, ...]
@@ -85,7 +86,7 @@ class Report:
             n_bytes = (*(record.memory.get(kind, 0) for kind in kinds), record.peak)
             cells = (*(f"{n / size:.2f}" for n in n_bytes), f"{record.flops / 1e12:.1f}", record.at)
             same.setdefault(cells, []).append(record.rank)
-        yield from _table([*rows, *((_ranges(ranks), *cells) for cells, ranks in same.items())])
+        yield table([*rows, *((_ranges(ranks), *cells) for cells, ranks in same.items())], n_left=1)
         if rooms := [record.room for record in self.records if record.room]:
             room, sent = max(rooms)
             yield (
@@ -102,7 +103,7 @@ class Report:
         for op in sorted({op for count in calls for op in count}):
             most = (max(by_op.get((op, away), 0.0) for by_op in sent.values()) for away in (False, True))
             rows.append((op, str(max(count[op] for count in calls)), *(f"{n / 1e6:,.1f}" for n in most)))
-        yield from _table(rows)
+        yield table(rows, n_left=1)
 
     def _gpus(self) -> Iterator[str]:
         peak = max(record.peak for record in self.records)
@@ -121,10 +122,11 @@ def dry_run(
 ) -> Report:
     """Execute two steps on fake ranks; raise if the ranks do not fit together.
 
-    Nothing is computed and nothing is sent: shapes, memory and the order of calls are what a real step has,
-    values are not there: every tensor is made on the meta device. So routing is not known:
-    :func:`moekit.dispatch` takes it that every rank gets as many rows; :func:`static_transport` takes others.
-    Not seen are collectives of objects and of other threads. No step may ask for CUDA where there is none.
+    Every tensor is on the meta device, so nothing is computed and nothing is sent. Shapes, memory and the
+    order of calls are those of a real step, but there are no values, and so no routing:
+    :func:`moekit.dispatch` assumes that every rank gets as many rows, and :func:`static_transport` takes
+    other numbers. Collectives of objects, and those of other threads, are not seen. A step may not ask for
+    CUDA where there is none.
 
     Parameters
     ----------
@@ -134,9 +136,9 @@ def dry_run(
         "optimizer state": state}``, or None. It runs in a process of its own. Travels by cloudpickle; tensors
         must be made inside.
     world_size : int
-        Ranks of the job.
+        Number of ranks of the job.
     ranks : iterable of int, optional
-        Those that are executed, by default all; see :func:`sample_ranks`. What the others do is taken to fit.
+        Which ones are executed, by default all; see :func:`sample_ranks`. The others are assumed to fit.
     device : {"cuda", "cpu"}
         Whose kernels the memory is counted for: they differ in what RMSNorm keeps.
     gpu : str, optional
@@ -279,9 +281,9 @@ def record(
 
 
 def static_transport(rows: Sequence[Sequence[int]]) -> Transport:
-    """Return ``"all_to_all"`` with row counts that are known beforehand, for tensors without values.
+    """Return ``"all_to_all"`` with row counts that are given beforehand, for tensors without values.
 
-    With real tensors it is wrong wherever the routing is another.
+    With real tensors it is wrong unless the routing has exactly these counts.
 
     Parameters
     ----------
@@ -398,13 +400,3 @@ def _ranges(ranks: Sequence[int]) -> str:
             runs.append([rank, rank])
     text = [str(a) if a == b else f"{a}-{b}" for a, b in runs]
     return ", ".join(text if len(text) < 5 else [text[0], "...", f"{text[-1]} ({len(ranks)} ranks)"])
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        first, *rest = (
-            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
-            for i, (cell, w) in enumerate(zip(row, width, strict=True))
-        )
-        yield "  ".join([first, *rest]).rstrip()

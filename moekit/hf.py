@@ -20,12 +20,11 @@ from safetensors.torch import save_file
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from moekit.config import ModelConfig
-from moekit.mesh import data_mesh, from_shard, layout, shard_of
+from moekit.mesh import data_mesh, from_shard, layout, place, shard_of
 from moekit.params import param_dtype, param_shapes
-from moekit.tree import check_not_hollow, map_named, nested
+from moekit.tree import check_not_hollow, held, named, nested
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -348,8 +347,7 @@ def export_olmoe(
     if max_shard_bytes < 1:
         raise ValueError(f"export_olmoe needs max_shard_bytes >= 1, got {max_shard_bytes}")
     pieces = name_map(config)
-    leaves: dict[str, Tensor] = {}
-    map_named(leaves.__setitem__, params)
+    leaves = named(params)
     _compare(
         "export_olmoe needs exactly the parameters of this model, "
         + ("plain tensors without a mesh" if mesh is None else "placed as init_params does on this mesh"),
@@ -437,8 +435,7 @@ def _plan(
 
 
 def _stored(piece: Piece, leaf: Tensor, first: int, dtype: torch.dtype | None) -> Tensor:
-    held = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-    return _part(piece, held.detach(), first).to("cpu", dtype or leaf.dtype).contiguous()
+    return _part(piece, held(leaf).detach(), first).to("cpu", dtype or leaf.dtype).contiguous()
 
 
 def _part(piece: Piece, held: Tensor, first: int = 0) -> Tensor:
@@ -538,8 +535,7 @@ def _misplaced(leaves: Mapping[str, Tensor], mesh: DeviceMesh | None) -> list[st
     wrong = []
     for name, leaf in leaves.items():
         want = None if mesh is None else layout(name, mesh)
-        got = (leaf.device_mesh, tuple(leaf.placements)) if isinstance(leaf, DTensor) else None
-        if got != want:
+        if (got := place(leaf)) != want:
             wrong.append(f"{name} as {'a plain tensor' if got is None else got[1]}")
     return wrong
 

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from moekit._memory import Layout, memory_of, schedule_of
+from moekit._text import table
 from moekit.config import ModelConfig
 from moekit.mesh import divisors, near, world_size
 from moekit.plan import GPUS, Gpu, split_layers
@@ -159,11 +160,13 @@ def nearest_layouts(
 ) -> list[Layout]:
     """Return up to ``n`` layouts that work, those with the fewest and smallest changes first.
 
-    None goes further than another the same way, unless that one leaves little of the memory. Where a change
-    of ``n_microbatches`` keeps the rows of a micro-batch what they were it does not count; what alters the
-    training, ``batch_size`` and ``seq_len``, counts double, and so does a cp more than four times another.
-    ``reduce`` and ``dtype`` stay, and ``imbalance``, which grows with ep as a rule.
-    Parameters as for :func:`check_layout`.
+    Where one that works changes some values, others that change the same values further in the same direction
+    are left out, unless the first nearly fills the memory. What counts as a change: one of ``batch_size`` or
+    ``seq_len``, which alters the training, counts double, and so does one of ``cp`` by more than a factor of
+    four; one of ``n_microbatches`` that only keeps the rows of a micro-batch what they were does not count.
+    ``reduce``, ``dtype`` and ``imbalance``, which as a rule grows with ep, are never changed.
+
+    Parameters are those of :func:`check_layout`, and ``n``.
     """
     gpu, asked = _gpu(gpu), layout.on(n_gpus)
     found: list[tuple[_Step, float]] = []  # and the bytes of the fullest rank
@@ -207,8 +210,6 @@ def describe_layout(config: ModelConfig, layout: Layout) -> str:
         layers = ", ".join(f"{x.start}-{x.stop - 1}" if len(x) > 1 else f"{x.start}" for x in mine)
         figures = [f"{n / 1e9:.1f}" for n in (*rank.values(), sum(rank.values()))]
         rows.append((str(place), layers, *figures, "backward" if rank["activations"] else "update"))
-    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(f"{cell:>{w}}" for cell, w in zip(row, width, strict=True)) for row in rows]
     head = (
         f"pp {layout.pp} x edp {layout.edp} x ep {layout.ep}, cp {layout.cp}; micro-batches of {layout.rows} "
         f"x {layout.seq_len} positions: {layout.n_shares} at a time, {layout.n_microbatches} a step"
@@ -217,7 +218,12 @@ def describe_layout(config: ModelConfig, layout: Layout) -> str:
     uneven = f"a rank that gets {layout.imbalance:g} times the mean of rows"
     routing = "balanced routing" if layout.imbalance == 1 else uneven
     return "\n".join(
-        [head, f"GB on a rank at its fullest, estimated for {routing}:", *table, f"bubble {bubble:.1%}"]
+        [
+            head,
+            f"GB on a rank at its fullest, estimated for {routing}:",
+            table(rows),
+            f"bubble {bubble:.1%}",
+        ]
     )
 
 

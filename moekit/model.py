@@ -41,7 +41,7 @@ from moekit.context import (
 )
 from moekit.kernels import check_kernels, check_shapes, elementwise
 from moekit.kernels.attention import attention_of_qkv, find_documents, has_kernel
-from moekit.kernels.qk_norm_rope import Rope, is_per_head, qk_norm_rope, rotate as rotate
+from moekit.kernels.qk_norm_rope import Rope, is_per_head, qk_norm_rope
 from moekit.kernels.quantize import Quantized
 from moekit.kernels.rms_norm import rms_norm as normed, rms_norm_quantized
 from moekit.losses import cross_entropy
@@ -107,8 +107,8 @@ def attention(
 ) -> Float[Tensor, "b s d"]:
     """Attend causally, within documents where a mask says so, with grouped queries.
 
-    Pure and differentiable. Collective as ``attend`` is. Where kernels allow, what is kept of each position
-    are the output of ``qkv``, attention's own output and a float32 a head.
+    Pure and differentiable. Collective as ``attend`` is. Where kernels allow, a position keeps for the
+    backward the output of ``qkv``, attention's own output and a float32 a head.
 
     Parameters
     ----------
@@ -166,8 +166,9 @@ def document_mask(
 ) -> Float[Tensor, "b 1 _ s"]:
     """Return what is added to attention's scores: 0 where a query (dim -2) sees a key, else minus infinity.
 
-    A position sees the earlier ones of its document, and itself. ``queries`` are the positions that see, by
-    default all. Made once for all layers: each would convert a bool one, and save its copy.
+    A position sees the earlier ones of its document, and itself. ``queries`` are the positions that look, by
+    default all. A float mask, made once for all layers: of a bool one each layer would make and keep a float
+    copy.
     """
     keys = torch.arange(documents.shape[1], device=documents.device)
     queries = keys if queries is None else queries
@@ -197,12 +198,12 @@ def transformer_block(
     Parameters
     ----------
     params : TensorDict
-        ``layers.i`` of the model's parameters. ``*_norm_in`` stands before, ``*_norm_out`` after a part,
-        where present.
+        ``layers.i`` of the model's parameters: ``attention``, ``moe`` or ``ffn``, and the norms that there
+        are: ``attention_norm_in`` before attention, ``attention_norm_out`` after it, and likewise ``ffn_*``.
     x : Float[Tensor, "b s d"]
         The residual stream.
     config, rope, mask, attend, kernels, precision
-        As for :func:`forward` and :func:`attention`; what is rounded of ``layers.i``.
+        As for :func:`forward` and :func:`attention`; rounded weights are those of ``layers.i``.
     wrap : callable
         ``wrap(name, fn)`` for the parts ``"attention"`` and ``"ffn"``, each with what it adds to; see
         :func:`moekit.remat`.
@@ -331,10 +332,11 @@ def forward(
     via, kernels
         As for :func:`moekit.dispatch` and :func:`moekit.expert_forward`.
     precision : Precision or Rounded
-        What is rounded to eight bits on the way, role by role; with weights from
-        :func:`moekit.precision.round_weights`, or else each call rounds them.
+        Which operands are rounded to eight bits, role by role. A policy alone rounds the weights in every
+        call; :func:`moekit.precision.round_weights` rounds them once a step.
     grad_into : TensorDict, optional
-        Buffers under the names of experts' parameters, all or some, for :func:`moekit.expert_forward`.
+        Buffers for the gradients of experts' parameters, under the names of all or some of them; see
+        :func:`moekit.expert_forward`.
     block : callable
         Applied to each layer; ``moekit.remat(moekit.model.transformer_block)`` recomputes it in backward.
     attention_via : {"all_to_all", "all_gather"}, optional
@@ -345,8 +347,8 @@ def forward(
         From :func:`moekit.mesh.context_mesh`, where rows are split over its ranks: ``tokens`` and
         ``documents`` are this rank's part of them (:func:`moekit.context.split_context`).
     x, stage
-        What the stage before has returned, and which layers to apply; by default the whole model. A stage's
-        parameters may stand among others.
+        Of a pipeline: what the stage before has returned (None for the first), and the stage to apply; by
+        default the whole model. ``params`` may hold those of other stages too.
     mesh : DeviceMesh, optional
         Axes (edp, ep).
 
@@ -503,8 +505,8 @@ def next_token_loss(
         Let attention see whole rows, as many published recipes do, not each document by itself. Targets and
         the balancing losses keep to documents.
     load : Int or Float[Tensor, "l E"], optional
-        Of each layer with experts, as for :func:`moekit.balance.load_balancing_loss` over an accumulated
-        batch.
+        Rows per expert of each layer with experts, to take the place of this call's in a balancing loss over
+        an accumulated batch; see :func:`moekit.balance.load_balancing_loss`.
     context : DeviceMesh, optional
         From :func:`moekit.mesh.context_mesh`, where the rows of ``batch`` are split over its ranks.
     mesh : DeviceMesh, optional
@@ -517,13 +519,18 @@ def next_token_loss(
     loss : Float[Tensor, ""]
         In nats per token.
     stats : dict of Tensor
-        ``cross_entropy``, ``load_balancing``, ``router_z``, ``head_z``: shares of the means, unweighted,
-        summed over layers; ``counts`` (l, E) int64: rows per expert of this call, padding left out;
-        ``computed`` (l, E) int64: likewise, with padding and without what was dropped, and ``fullest`` (l, c)
-        int64: those of the fullest rank of each of the c = edp copies of the experts
-        (:func:`moekit.balance.fullest`); ``router_entropy``: a share of the mean over tokens and layers, in
-        nats; ``n_targets`` int64: of this call; ``n_routes`` and ``n_dropped`` int64: the routes of all
-        layers, padding included, and those that ``via`` had no room for.
+        Of this call, to be summed over micro-batches and ranks as the loss is; l layers have experts, of
+        which there are c = edp copies. 0-d where no shape is given; counts are int64.
+
+        - ``cross_entropy``, ``load_balancing``, ``router_z``, ``head_z``: shares of the means, before the
+          weights of ``config``; ``load_balancing`` and ``router_z`` are sums over layers.
+        - ``router_entropy``: a share of the mean over tokens and layers, in nats.
+        - ``counts`` (l, E): routes to each expert, padding left out.
+        - ``computed`` (l, E): rows that each expert computes, padding included, dropped ones not.
+        - ``fullest`` (l, c): rows of the fullest rank of each copy (:func:`moekit.balance.fullest`).
+        - ``n_targets``: targets that count.
+        - ``n_routes``, ``n_dropped``: routes of all layers, padding included, and those of them that ``via``
+          had no room for.
 
     Raises
     ------

@@ -150,7 +150,7 @@ def clip_by_global_norm(max_norm: float | int, *, mesh: DeviceMesh | None = None
 
     @torch.no_grad()
     def update(grads: TensorDict, state: TensorDict, params: TensorDict):
-        check_names("clip_by_global_norm", "gradients", grads, named(params))
+        matching_leaves("clip_by_global_norm", "gradients", grads, named(params))
         norm = global_norm(grads, mesh=mesh)
         finite = norm.isfinite()
         state["norm"].copy_(norm)
@@ -236,9 +236,9 @@ def adamw(
         if isinstance(grads, Scaled):
             grads, scale = grads
         leaves = named(params)
-        check_like("adamw", "gradients", grads, leaves)
-        check_like("adamw", "moments", state["exp_avg"], leaves)
-        g, m, v = named(grads), named(state["exp_avg"]), named(state["exp_avg_sq"])
+        g = _placed_leaves("adamw", "gradients", grads, leaves)
+        m = _placed_leaves("adamw", "moments", state["exp_avg"], leaves)
+        v = named(state["exp_avg_sq"])
         groups: dict[tuple[torch.dtype, bool], list[tuple[Tensor, ...]]] = {}
         for name, p in leaves.items():
             if not held(p).numel():  # a rank that holds no row of it
@@ -417,19 +417,20 @@ def _copies(g: Tensor) -> int:
     return math.prod(g.device_mesh.size(i) for i, p in enumerate(g.placements) if p.is_replicate())
 
 
-def check_like(who: str, what: str, tree: TensorDict, leaves: dict[str, Tensor]) -> None:
-    """Raise unless a tree has the names, shapes, meshes and placements of the leaves."""
-    given = check_names(who, what, tree, leaves)
+def _placed_leaves(who: str, what: str, tree: TensorDict, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a tree's leaves; raise unless they match these, also in mesh and placements."""
+    given = matching_leaves(who, what, tree, leaves)
     for name, p in leaves.items():
         if place(given[name]) != place(p):
             raise ValueError(
                 f"{who} needs {what} placed like the parameters, got {describe_place(given[name])} for "
                 f"{name}, which is {describe_place(p)}"
             )
+    return given
 
 
-def check_names(who: str, what: str, tree: TensorDict, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Raise unless a tree has exactly the names of the leaves and their shapes; return its leaves."""
+def matching_leaves(who: str, what: str, tree: TensorDict, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a tree's leaves by name; raise unless they have exactly the names and the shapes of these."""
     if not isinstance(tree, TensorDict):
         raise TypeError(f"{who} needs a TensorDict of {what}, got {type(tree).__name__}")
     given = named(tree)

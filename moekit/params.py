@@ -1,7 +1,6 @@
 """The parameters of a model: their shapes, their first values, and a table of them."""
 
 import hashlib
-import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moekit._text import table
 from moekit.config import ModelConfig, Stage
 from moekit.mesh import ends_mesh, from_shard, shard_of
-from moekit.tree import has_values, map_named, nested
+from moekit.tree import has_values, held, named, nested
 
 
 def param_shapes(config: ModelConfig, *stages: Stage) -> dict[str, tuple[int, ...]]:
@@ -158,28 +158,14 @@ def describe(params: TensorDict) -> str:
     total                                         16
     """
     rows, total = [("name", "shape", "dtype", "placement", "bytes per rank")], 0
-
-    def add(name: str, leaf: Tensor) -> Tensor:
-        nonlocal total
-        held = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-        n_bytes = math.prod(held.shape) * held.element_size()
+    for name, leaf in named(params).items():
+        n_bytes = held(leaf).nbytes
         total += n_bytes
         where = "-"
         if isinstance(leaf, DTensor):
             axes = leaf.device_mesh.mesh_dim_names or ()
             where = ", ".join(f"{axis}: {p}" for axis, p in zip(axes, leaf.placements, strict=True))
-        rows.append(
-            (name, str(tuple(leaf.shape)), str(leaf.dtype).removeprefix("torch."), where, f"{n_bytes:,}")
-        )
-        return leaf
-
-    map_named(add, params)
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        rows.append((name, str(tuple(leaf.shape)), dtype, where, f"{n_bytes:,}"))
     rows.append(("total", "", "", "", f"{total:,}"))
-    width = [max(len(row[i]) for row in rows) for i in range(5)]
-    return "\n".join(
-        "  ".join(
-            f"{cell:>{w}}" if i == 4 else f"{cell:<{w}}"
-            for i, (cell, w) in enumerate(zip(row, width, strict=True))
-        )
-        for row in rows
-    )
+    return table(rows, n_left=4)

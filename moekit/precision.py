@@ -1,9 +1,11 @@
-"""Low precision: which numbers each part of a model computes with, a policy, and weights rounded for it.
+"""Low precision: a policy says which numbers each part of a model computes with; weights are rounded for it.
 
-policy = mk.precision.preset("fp8_rowwise")
-print(policy)
-low = mk.precision.round_weights(params, policy)  # once for as long as they stay as they are
-(loss, stats), grads = grad_fn(params, batch, precision=low)
+::
+
+    policy = mk.precision.preset("fp8_rowwise")
+    print(policy)
+    low = mk.precision.round_weights(params, policy)  # once a step
+    (loss, stats), grads = grad_fn(params, batch, precision=low)
 """
 
 from moekit._policy import (

@@ -23,7 +23,7 @@ PREFIX = "mk."  # of our ranges' names, among those of others
 FIRST = 2  # steps that come before a trace: they compile, allocate and start communicators
 
 
-def named(name: str) -> AbstractContextManager:
+def in_range(name: str) -> AbstractContextManager:
     """Return a context whose operations a trace shows as ``mk.<name>``; nothing where no profiler runs.
 
     Half a microsecond then, where ``torch.profiler.record_function`` takes several. What is compiled has no
@@ -35,12 +35,12 @@ def named(name: str) -> AbstractContextManager:
 
 
 def ranged(name: str) -> Callable[[Function], Function]:
-    """Return a decorator for a function that a trace shows as ``mk.<name>``; see :func:`named`."""
+    """Return a decorator for a function that a trace shows as ``mk.<name>``; see :func:`in_range`."""
 
     def decorate(fn: Function) -> Function:
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any):
-            with named(name):
+            with in_range(name):
                 return fn(*args, **kwargs)
 
         return cast(Function, run)

@@ -117,14 +117,15 @@ def accumulate(
     n_microbatches : int
         Must divide the leading dim of every tensor of the batch; 0-d tensors are shared.
     on_grad : callable, optional
-        What becomes of each micro-batch's gradient before it is added, e.g. ``optimizer.on_grad`` of
-        ``shard_optimizer(reduce="micro_batch")``, which reduce-scatters it. What it returns is added after
-        its next call, so that a collective goes on while backward does.
+        ``on_grad(name, grad)`` returns what is added in place of a micro-batch's gradient, e.g.
+        ``optimizer.on_grad`` of ``shard_optimizer(reduce="micro_batch")``, which reduce-scatters it. Each
+        result is added only after the next gradient's call, so that its collective runs during backward.
     straight : callable, optional
-        ``straight(name)`` says which gradients the loss adds to the float32 buffers itself, given them as
-        ``grad_into``; :func:`moekit.model.is_expert` for :func:`moekit.next_token_loss`, whose kernels add
-        before they round. Where it chooses none, as of frozen experts that are not in ``params``, the loss
-        is given none. Not together with ``on_grad``.
+        ``straight(name)`` says of which parameters the loss adds the gradients to the float32 buffers itself
+        (gradient accumulation fusion). The loss gets these buffers as ``grad_into``. For
+        :func:`moekit.next_token_loss` it is :func:`moekit.model.is_expert`: the experts' kernels add before
+        they round. Where no parameter is chosen, as of frozen experts that are not in ``params``, the loss
+        gets no ``grad_into``. Not together with ``on_grad``.
 
     Returns
     -------
@@ -277,10 +278,10 @@ def _checkpointed(fn: Callable) -> Callable:
 
 
 def differentiable(who: str, params: TensorDict, ready: Callable[[str, Tensor | None], Any]) -> TensorDict:
-    """Return aliases of parameters to differentiate; ``ready(name, grad)`` gets each complete gradient.
+    """Return aliases of parameters to differentiate; ``ready(name, grad)`` is called with each gradient.
 
-    It runs during backward, with None where a function has given none. The caller's tensors get no ``.grad``
-    and no hook.
+    Called during backward, as soon as a gradient is complete, and with None where a function has returned
+    none. The caller's tensors get no ``.grad`` and no hook.
     """
 
     def hand_over(name: str, leaf: Tensor) -> None:
@@ -332,7 +333,7 @@ class GradientSums:
                 self.land()
 
     def buffers(self, params: dict[str, Tensor]) -> TensorDict:
-        """Return zeroed buffers for gradients that are added by other hands."""
+        """Return zeroed buffers for the gradients that the loss adds itself."""
         for name, p in params.items():
             grad = on_mesh(held(p).detach(), like=p, placements=gradient_placements(p))
             if name in self._buffers:

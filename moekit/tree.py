@@ -42,7 +42,7 @@ def nested(leaves: Mapping[str, Any]) -> TensorDict:
 
 
 def short_repr(carrier: Any) -> str:
-    """Return what a dataclass holds, of tensors their dtype and shape: its ``__repr__``."""
+    """Return a dataclass as text, its tensors as dtype and shape; a ``__repr__`` for carriers."""
     held = {f.name: getattr(carrier, f.name) for f in fields(carrier) if f.repr}
     said = (
         f"{name}={str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
@@ -59,7 +59,10 @@ def map_named(fn: Callable[[str, Tensor], Any], tree: TensorDict) -> TensorDict:
 
 
 def held(x: Tensor) -> Tensor:
-    """Return what this rank holds of a leaf, once it is there; outside differentiated code."""
+    """Return this rank's part of a leaf as a plain tensor; waits for the collective that makes it, if any.
+
+    For code that is not differentiated, as an optimizer is; elsewhere see :func:`moekit.mesh.local`.
+    """
     x = x.to_local() if isinstance(x, DTensor) else x
     return x.wait() if isinstance(x, AsyncCollectiveTensor) else x
 
@@ -105,7 +108,7 @@ def check_not_hollow(who: str, **weights: Tensor) -> None:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether there are numbers in a tensor: not on the meta device, and not in a dry run."""
+    """Whether a tensor has numbers: one on the meta device, or of a dry run, has a shape alone."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
@@ -130,14 +133,19 @@ def check_values(holds: Tensor, who: str, needs: str, got: Callable[[], Any]) ->
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Convert a leaf; a DTensor's own ``.to`` may sum what is Partial."""
+    """Return a leaf in float32, or in float64 if it is; a DTensor's own ``.to`` may sum what is Partial."""
     return on_mesh(held(x).to(torch.promote_types(x.dtype, torch.float32)), like=x)
 
 
 def summands(who: str, tree: Any) -> tuple[list[Tensor], TreeSpec]:
-    """Flatten a tree, of any pytree, whose leaves are to be summed; raise for a leaf that is no tensor.
+    """Flatten a pytree whose leaves are to be summed over ranks or micro-batches.
 
     Keys of dicts come in ascending order, however they were put in, so that ranks sum the same leaves.
+
+    Raises
+    ------
+    TypeError
+        For a leaf that is no tensor.
     """
     leaves, spec = tree_flatten_with_path(_in_order(tree))
     if other := [f"{type(x).__name__} at {keystr(path)}" for path, x in leaves if not isinstance(x, Tensor)]:

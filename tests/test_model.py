@@ -8,6 +8,7 @@ from reference import close, draw, flat, named_grads, packed_batch, refuses, sma
 
 import moekit as mk
 from moekit import model
+from moekit.kernels.qk_norm_rope import rotate
 
 HEADS = dict(n_heads=4, n_kv_heads=2)
 VARIANTS = {
@@ -63,7 +64,7 @@ def test_attention_and_its_gradients_are_those_of_a_loop_over_heads(documents, q
 @given(st.integers(0, 7), st.integers(0, 7), st.integers(0, 8))
 def test_rotated_products_depend_on_the_distance_alone(i, j, shift):
     tables = rope(16, small_config(d_head=6, rope_base=100.0))
-    q, k = (model.rotate(draw(1, 1, 1, 6, seed=n).expand(1, 16, 1, 6), tables)[0, :, 0] for n in (1, 2))
+    q, k = (rotate(draw(1, 1, 1, 6, seed=n).expand(1, 16, 1, 6), tables)[0, :, 0] for n in (1, 2))
     close(q[i] @ k[j], q[i + shift] @ k[j + shift])
     close(q.norm(dim=-1), q[:1].norm(dim=-1).expand(16))
     assert torch.equal(q[0], draw(6, seed=1))
@@ -84,7 +85,7 @@ def test_rotation_turns_pair_i_by_the_position_over_the_base_to_the_2i_over_h():
 def test_the_rope_table_is_float32_at_least_and_rotation_keeps_the_dtype(dtype, kept):
     tables = rope(3, small_config(), dtype)
     assert {t.dtype for t in tables} == {kept}
-    assert model.rotate(draw(1, 3, 1, 4, dtype=dtype), tables).dtype == dtype
+    assert rotate(draw(1, 3, 1, 4, dtype=dtype), tables).dtype == dtype
 
 
 @EACH_VARIANT

@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import moekit as mk
 from moekit import profiling
-from moekit.profiling import named, traced, where_time_went
+from moekit.profiling import in_range, traced, where_time_went
 
 CONFIG = mk.ModelConfig(
     vocab_size=64, d_model=32, n_layers=2, n_dense_layers=1, d_dense=64, n_heads=2, n_kv_heads=1, d_head=16,
@@ -58,7 +58,7 @@ class Squared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        with named("inner"):
+        with in_range("inner"):
             return 2 * ctx.saved_tensors[0] * grads[0]
 
 
@@ -67,12 +67,12 @@ def test_a_backward_counts_to_the_range_whose_forward_it_differentiates(tmp_path
     x = torch.randn(600, 600, requires_grad=True)
 
     def step():
-        with named("one"):
+        with in_range("one"):
             y = x @ x  # two products backward
-        with named("many"):
+        with in_range("many"):
             for _ in range(4):
                 y = (y @ x).relu()
-        with named("own"):
+        with in_range("own"):
             y = Squared.apply(y)
         y.sum().backward()
 
@@ -183,7 +183,7 @@ def test_leaving_a_traced_loop_ends_the_profiler_and_the_steps(tmp_path):
 
 
 def test_a_name_costs_less_than_five_microseconds_where_no_profiler_runs():
-    plain = runpy.run_path(profiling.__file__)["named"]  # without checks of its arguments
+    plain = runpy.run_path(profiling.__file__)["in_range"]  # without checks of its arguments
 
     def use():
         with plain("x"):
@@ -197,7 +197,7 @@ def test_a_name_costs_less_than_five_microseconds_where_no_profiler_runs():
 def test_names_leave_a_compiled_function_whole():
     @profiling.ranged("outer")
     def fn(x):
-        with named("inner"):
+        with in_range("inner"):
             return x.sin()
 
     torch.compiler.reset()

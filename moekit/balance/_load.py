@@ -74,10 +74,12 @@ def rank_load(rows: Shaped[Tensor, "*n E"], ep: int) -> Shaped[Tensor, "*n p"]:
 def wait(rows: Rows, ep: int, *, edp: int = 1) -> Float[Tensor, "m l"]:
     """Return how many rows a rank waits for on average, in each micro-batch and layer, in float64.
 
-    The product of a layer is done when the fullest rank of a copy is. These are means over copies. What
-    copies wait for each other at the end of the step is not among them: ``rows`` of :func:`step_wait` are
-    those until the slowest copy is done, and never below the sum of these. As a time: times the FLOPs of a
-    row (:func:`moekit.plan.flops_per_row`), by the rate of the products.
+    A layer is done when the fullest rank of a copy is done, so a rank waits for that rank's rows less its
+    own. These are means over ranks and copies. Multiplied by the FLOPs of a row
+    (:func:`moekit.plan.flops_per_row`) and divided by the rate of the products they are a time.
+
+    Copies also wait for each other, once, at the end of the step. That is not counted here but in ``rows`` of
+    :func:`step_wait`, which are never below the sum of these.
 
     Parameters
     ----------
@@ -101,20 +103,36 @@ def wait(rows: Rows, ep: int, *, edp: int = 1) -> Float[Tensor, "m l"]:
 
 
 class StepWait(NamedTuple):
-    """What ranks wait for in a step beside what its sums show of it, float64; but for rows, 1 where even."""
+    """What ranks wait for in a step, beside what sums over the step show of it; float64.
 
-    waited: Float[Tensor, " l"]  # the time of all micro-batches' fullest ranks, by even ones'; mean of copies
-    seen: Float[Tensor, " l"]  # the fullest rank of the whole step's rows, by the mean
-    waited_in_all: Float[Tensor, ""]  # the time of the slowest copy in all layers, by that of even rows
-    seen_in_all: Float[Tensor, ""]  # what is seen, layers weighed by their rows
-    rows: Float[Tensor, ""]  # that a rank waits for on average, until the slowest copy has done all layers
+    The first four are times as multiples of what even rows would take: 1 where all is even.
+
+    Parameters
+    ----------
+    waited : Float[Tensor, " l"]
+        The fullest rank's rows, summed over micro-batches, in each layer; the mean over copies.
+    seen : Float[Tensor, " l"]
+        The rows of the rank that is fullest over the whole step, in each layer.
+    waited_in_all : Float[Tensor, ""]
+        As ``waited``, of the slowest copy over all layers together.
+    seen_in_all : Float[Tensor, ""]
+        ``seen``, averaged over layers by their rows.
+    rows : Float[Tensor, ""]
+        Rows that a rank waits for on average until the slowest copy has done all layers.
+    """
+
+    waited: Float[Tensor, " l"]
+    seen: Float[Tensor, " l"]
+    waited_in_all: Float[Tensor, ""]
+    seen_in_all: Float[Tensor, ""]
+    rows: Float[Tensor, ""]
 
 
 def step_wait(rows: Rows, ep: int, *, edp: int = 1) -> StepWait:
-    """Return what ranks wait for in a step, until the slowest copy is done; as for :func:`wait`.
+    """Return what ranks wait for in a step, until the slowest copy is done. Arguments as for :func:`wait`.
 
-    What is waited is never below what is seen: the fullest ranks of parts add up to at least that of the
-    whole.
+    ``waited`` is never below ``seen``: the fullest ranks of the micro-batches have together at least the rows
+    of the rank that is fullest over the step.
     """
     return _step_wait("step_wait", rows, ep, edp)
 
@@ -126,20 +144,20 @@ def wait_of_sums(
     *,
     stages: Sequence[Sequence[int]] | None = None,
 ) -> StepWait:
-    """Return what :func:`step_wait` does, of what is summed over a step.
+    """Return what :func:`step_wait` does, from sums over a step, as a training loop has them.
 
     Parameters
     ----------
     computed : Int[Tensor, "l E"]
         Rows per expert, of all copies.
     fullest : Int[Tensor, "l c"]
-        Those of each copy's fullest rank, summed over micro-batches: :func:`fullest`.
+        Rows of each copy's fullest rank, summed over micro-batches: from :func:`fullest`.
     ep : int
         Ranks that share one copy.
     stages : sequence of sequence of int, optional
-        Of a pipeline: which of the l layers each of its ranks has, perhaps none. They wait at the same time,
-        each until the slowest copy of its own layers is done; ``waited_in_all`` and ``rows`` are means over
-        them.
+        Of a pipeline: which of the l layers each of its ranks has, perhaps none. Its ranks wait at the same
+        time, each until the slowest copy of its own layers is done; ``waited_in_all`` and ``rows`` are means
+        over them.
 
     Raises
     ------
@@ -216,11 +234,20 @@ def _load_of_copies(who: str, rows: Tensor, ep: int, edp: int) -> Float[Tensor, 
 
 
 class Gap(NamedTuple):
-    """What ranks wait for beside what is seen of it, by layer, float64; each 1 where all is even."""
+    """What ranks wait for, beside what sums and a balancing loss show of it, by layer; float64, 1 where even.
 
-    waited: Float[Tensor, " l"]  # this and seen as in StepWait
+    Parameters
+    ----------
+    waited, seen : Float[Tensor, " l"]
+        As in :class:`StepWait`.
+    loss : Float[Tensor, " l"]
+        E times the sum of the squares of the experts' shares of a population's rows: the balancing loss of
+        scores that are as uneven as the rows.
+    """
+
+    waited: Float[Tensor, " l"]
     seen: Float[Tensor, " l"]
-    loss: Float[Tensor, " l"]  # E times the sum of squared shares, of the population that a loss sees
+    loss: Float[Tensor, " l"]
 
 
 def gerrymandering_gap(
@@ -230,18 +257,17 @@ def gerrymandering_gap(
     edp: int = 1,
     population: Literal["rank", "micro_batch", "batch"] = "batch",
 ) -> Gap:
-    """Return how much of what ranks wait for a step's sums, and a balancing loss, do not show.
+    """Return how much ranks wait for, beside how little of it a step's sums and a balancing loss may show.
 
-    ``waited`` less ``seen``, which is never below 0, is load that has moved between micro-batches, or copies,
-    instead of becoming even.
+    ``waited`` less ``seen`` is the gap, never below 0: uneven load that cancels out between micro-batches, or
+    copies, when they are summed.
 
     Parameters
     ----------
     rows, ep, edp
         As for :func:`wait`.
     population : {"rank", "micro_batch", "batch"}
-        As for :func:`moekit.balance.load_balancing_loss`: whose shares its loss takes. That of scores that
-        are as uneven as the rows.
+        Whose shares ``loss`` takes, as for :func:`moekit.balance.load_balancing_loss`.
 
     Raises
     ------
@@ -276,11 +302,12 @@ def sorted_by_domain(
     n_microbatches: int | None = None,
     sortedness: float = 1.0,
 ) -> Rows:
-    """Return rows of a step that no sum over its batch shows to be uneven, one layer.
+    """Return rows (m, s, 1, E) of an example: uneven in each micro-batch, and even in sum over the step.
 
-    As many domains as ranks, each with all its experts on one rank. The step's tokens, ordered by domain, are
-    cut into micro-batches. Over the step every expert has the same; cut into as many micro-batches as ranks,
-    each takes ``ep`` times as long as it would with even rows. Cut into one, all is even.
+    There are as many domains as ranks, and each domain goes to the experts of one rank. The step's tokens are
+    ordered by domain and cut into micro-batches. Over the step every expert has the same number of rows. Cut
+    into as many micro-batches as ranks, each takes ``ep`` times as long as with even rows; cut into one, all
+    is even.
 
     Parameters
     ----------

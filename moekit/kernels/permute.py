@@ -7,8 +7,6 @@ program in a fixed order.
 Axes: t tokens, k choices, r = t * k rows, d features, E experts.
 """
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -198,86 +196,6 @@ def gather_sum_backward(
     wide = grad.to(weights.dtype)
     by_route = (wide[:, None] * weights[..., None]).flatten(0, 1).to(rows.dtype)
     return by_route[invert(slots.flatten())], (wide[:, None] * rows[slots]).sum(-1)
-
-
-Sent = tuple[Tensor | None, Quantized | None, Tensor | None]  # rows, rows in a format, their weights
-
-
-class OneRank(NamedTuple):
-    """How an expert layer exchanges rows with itself; as :class:`moekit.rowwise` does with other ranks."""
-
-    kernels: str
-
-    def send(
-        self,
-        x: Tensor,
-        slots: Slots,
-        weights: Tensor | None = None,
-        *,
-        ends: Tensor | None = None,
-        form: Format | None = None,
-        wide: bool = True,
-        tokens: bool = True,
-    ) -> Sent:
-        """Return rows in expert order, in a format where one is given, and then with ``wide`` as they are."""
-        del ends, tokens  # all rows are there, and nothing travels
-        rows = low = by_row = None
-        if form is None:
-            rows = scatter(x, slots, kernels=self.kernels)
-        else:
-            low, rows = scatter_quantized(x, slots, form, wide=wide, kernels=self.kernels)
-        if weights is not None:
-            by_row = torch.empty_like(weights).view(-1).scatter_(0, slots.flatten(), weights.flatten())
-        return rows, low, by_row
-
-    def outgoing(self) -> None:
-        """Say that rows can be anywhere."""
-
-    def fetch(
-        self, rows: Tensor | None, slots: Slots, *, base: Tensor | None = None, each: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return each token's sum of rows, and each route's number."""
-        return (
-            None if rows is None else gather_sum(rows, slots, base=base, kernels=self.kernels),
-            None if each is None else each[slots],
-        )
-
-
-class Arrived(NamedTuple):
-    """An exchange of rows that some dispatch has sent, and some combine fetches."""
-
-    kernels: str
-
-    def send(
-        self,
-        x: Tensor,
-        slots: Slots | None,
-        weights: Tensor | None = None,
-        *,
-        ends: Tensor | None = None,
-        form: Format | None = None,
-        wide: bool = True,
-        tokens: bool = True,
-    ) -> Sent:
-        """Return the rows, in a format where one is given, and then with ``wide`` as they are."""
-        del slots, tokens
-        low = None if form is None else quantize(x, form, end=ends, kernels=self.kernels)
-        return x.contiguous() if form is None or wide else None, low, weights
-
-    def outgoing(self) -> None:
-        """Say that rows can be anywhere."""
-
-    def fetch(
-        self,
-        rows: Tensor | None,
-        slots: Slots | None,
-        *,
-        base: Tensor | None = None,
-        each: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the rows."""
-        del slots, base
-        return rows, each
 
 
 # --- Launches -------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from moekit._text import table
 from moekit.batch import Batch
 from moekit.context import split_context
 from moekit.mesh import context_mesh, data_rank, distribute, make_mesh
@@ -179,5 +180,4 @@ def _row(name: str) -> str:
 
 def _table(names: list[str], layouts: list[dict], columns: list[dict[str, float]]) -> str:
     rows = [["", *map(_label, layouts)], *([_row(n), *(f"{c[n]:.1e}" for c in columns)] for n in names)]
-    width = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(f"{c:<{w}}" for c, w in zip(row, width, strict=True)).rstrip() for row in rows)
+    return table(rows, n_left=len(rows[0]))

@@ -84,7 +84,7 @@ class ranks:
         if device == "cuda" and torch.cuda.device_count() < n:
             raise ValueError(f"ranks needs a GPU for each of {n} ranks, got {torch.cuda.device_count()} GPUs")
         self.n, self.device, self.timeout, self.grace = n, device, timeout, grace
-        _pool().start_server()
+        shared_pool().start_server()
 
     def __enter__(self) -> "ranks":
         return self
@@ -94,11 +94,11 @@ class ranks:
 
     def __call__(self, fn: Callable, *args, **kwargs) -> list:
         """Return ``[fn(*args, **kwargs) of rank 0, of rank 1, ...]``."""
-        return _pool().run(_dumps((fn, args, kwargs)), self.n, self.device, self.timeout, self.grace)
+        return shared_pool().run(dumps((fn, args, kwargs)), self.n, self.device, self.timeout, self.grace)
 
 
 @functools.cache
-def _pool() -> "_Pool":
+def shared_pool() -> "_Pool":
     return _Pool()
 
 
@@ -216,7 +216,7 @@ class _Pickler(cloudpickle.Pickler):
         return reduced[0], tuple(obj.co_filename if x == "<dynamic-code>" else x for x in reduced[1])
 
 
-def _dumps(value: Any) -> bytes:
+def dumps(value: Any) -> bytes:
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()
@@ -263,7 +263,7 @@ def _work(connection, stacks) -> None:
             torch.manual_seed(0)
             os.chdir(folder)
             fn, args, kwargs = pickle.loads(call)
-            answer = True, _dumps(fn(*args, **kwargs))
+            answer = True, dumps(fn(*args, **kwargs))
         except BaseException:
             answer = False, traceback.format_exc()
         connection.send_bytes(pickle.dumps(answer))
