@@ -110,7 +110,7 @@ def main(cfg: Config) -> None:
     if "rowwise" in transports:
         transports["rowwise"] = via
     if "rowwise, float8" in transports:
-        options = dict(capacity_factor=cfg.capacity_factor, payload=FP8)
+        options: dict[str, Any] = dict(capacity_factor=cfg.capacity_factor, payload=FP8)
         transports["rowwise, float8"] = mk.rowwise(ep, **sizes, **options)
     deepep = None
     if transports.pop("deepep", None):

@@ -35,17 +35,17 @@ Attend = Callable[..., Tensor]  # of q, k, v and a mask
 # --- Which positions a rank holds -----------------------------------------------------
 
 
-def split_context(batch: Batch, *, mesh: DeviceMesh | None = None) -> Batch:
+def split_context(batch: Batch, *, context: DeviceMesh | None = None) -> Batch:
     """Return the positions of a batch that this rank holds, of every row.
 
-    Pure; no communication. Every rank of ``mesh`` must give the same rows. ``Loader(context=mesh)`` sees to
+    Pure; no communication. Every rank of ``context`` must give the same rows. ``Loader(context=)`` sees to
     both. Targets come along with their tokens, so the last position of a chunk has its own, too.
 
     Parameters
     ----------
     batch : Batch
         Whole rows of S positions.
-    mesh : DeviceMesh, optional
+    context : DeviceMesh, optional
         From :func:`moekit.mesh.context_mesh`; None returns ``batch``.
 
     Returns
@@ -63,7 +63,7 @@ def split_context(batch: Batch, *, mesh: DeviceMesh | None = None) -> Batch:
     ----------
     Llama Team, The Llama 3 Herd of Models, 2024, section 3.3.2. https://arxiv.org/abs/2407.21783
     """
-    if mesh is None:
+    if context is None:
         return batch
     b, n = batch.tokens.shape
     if batch.positions is not None:
@@ -71,8 +71,8 @@ def split_context(batch: Batch, *, mesh: DeviceMesh | None = None) -> Batch:
             f"split_context needs a batch of whole rows, got one with {n} positions of each; "
             "it is split already (Loader(context=...) does so)"
         )
-    check_length("split_context", n, mesh)
-    at = positions_of(n // mesh.size(), device=batch.tokens.device, mesh=mesh)
+    check_length("split_context", n, context)
+    at = positions_of(n // context.size(), device=batch.tokens.device, context=context)
     names = ("tokens", "targets", "mask", "documents")
     parts = {name: getattr(batch, name)[:, at] for name in names}
     if batch.expert_ids is not None:
@@ -81,7 +81,7 @@ def split_context(batch: Batch, *, mesh: DeviceMesh | None = None) -> Batch:
 
 
 def positions_of(
-    n: int, *, device: torch.device | str | None = None, mesh: DeviceMesh | None = None
+    n: int, *, device: torch.device | str | None = None, context: DeviceMesh | None = None
 ) -> Int[Tensor, " s"]:
     """Return where in its row each of the ``n`` positions lies that this rank holds. No communication.
 
@@ -91,26 +91,26 @@ def positions_of(
         When ``n`` is odd: a rank holds two chunks.
     """
     at = torch.arange(n, device=device)
-    if mesh is None:
+    if context is None:
         return at
     if n % 2:
         raise ValueError(
-            f"a context of {mesh.size()} ranks needs two equal chunks of each row on every rank, "
+            f"a context of {context.size()} ranks needs two equal chunks of each row on every rank, "
             f"got {n} positions; split the batch with moekit.context.split_context"
         )
     first, second = at.chunk(2)
-    rank, chunk = mesh.get_local_rank(), n // 2
-    return torch.cat([first + rank * chunk, second + (2 * mesh.size() - 2 - rank) * chunk])
+    rank, chunk = context.get_local_rank(), n // 2
+    return torch.cat([first + rank * chunk, second + (2 * context.size() - 2 - rank) * chunk])
 
 
-def check_length(who: str, n: int, mesh: DeviceMesh) -> None:
+def check_length(who: str, n: int, context: DeviceMesh) -> None:
     """Refuse rows that are not a whole number of chunks."""
-    n_chunks = 2 * mesh.size()
+    n_chunks = 2 * context.size()
     if n % n_chunks:
         below = n // n_chunks * n_chunks
         nearest = f"{below} or {below + n_chunks}" if below else f"{n_chunks}"
         raise ValueError(
-            f"{who} needs rows that 2 * cp divides, got {n} positions and cp={mesh.size()}; take {nearest}"
+            f"{who} needs rows that 2 * cp divides, got {n} positions and cp={context.size()}; take {nearest}"
         )
 
 
@@ -129,16 +129,16 @@ def check_split(who: str, batch: Batch, context: DeviceMesh | None, mesh: Device
     if context is None:
         raise ValueError(f"{who} needs the context that this batch is split over, got None; pass context=")
     check_values(
-        (at == positions_of(at.shape[1], device=at.device, mesh=context)).all(),
+        (at == positions_of(at.shape[1], device=at.device, context=context)).all(),
         who,
         f"the positions of rank {context.get_local_rank()} in a context of {context.size()}",
         lambda: f"{at[0].tolist()}; split the batch over this context",
     )
 
 
-def whole_rows(x: Int[Tensor, "b s"], *, mesh: DeviceMesh | None = None) -> Int[Tensor, "b S"]:
-    """Return the whole rows of which each rank holds a part; not differentiable. Collective over ``mesh``."""
-    return x if mesh is None else _join(all_gather(x, mesh), -1)
+def whole_rows(x: Int[Tensor, "b s"], *, context: DeviceMesh | None = None) -> Int[Tensor, "b S"]:
+    """Return the whole rows of which each rank holds a part; not differentiable. Collective over them."""
+    return x if context is None else _join(all_gather(x, context), -1)
 
 
 # --- Attention ------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def attend_over_heads(
     mask: Float[Tensor, "b 1 z z"] | Documents | None = None,
     *,
     kernels: str = "auto",
-    mesh: DeviceMesh,
+    context: DeviceMesh,
 ) -> Float[Tensor, "b n s h"]:
     """Attend to whole rows: each rank gets all positions of its share of the heads, and sends them back.
 
@@ -192,21 +192,21 @@ def attend_over_heads(
         Of the whole rows; None is causal.
     kernels : {"auto", "torch", "triton"}
         As for :func:`attend`.
-    mesh : DeviceMesh
+    context : DeviceMesh
         From :func:`moekit.mesh.context_mesh`.
 
     References
     ----------
     Jacobs et al., DeepSpeed Ulysses, 2023. https://arxiv.org/abs/2309.14509
     """
-    cp = mesh.size()
+    cp = context.size()
     copies = cp // math.gcd(cp, k.shape[1])  # the fewest with which cp divides the heads
     k, v = (repeat(z, "b m s h -> b (m copies) s h", copies=copies) for z in (k, v))
     by_rank = [rearrange(z, "b (rank n) s h -> rank b n s h", rank=cp) for z in (q, k, v)]
-    whole = _join(_exchange(torch.cat(by_rank, 2), mesh), -2)
+    whole = _join(_exchange(torch.cat(by_rank, 2), context), -2)
     q, k, v = whole.split([z.shape[2] for z in by_rank], 1)
     out = attend(q, k, v, mask, kernels=kernels)
-    return rearrange(_exchange(_cut(out, cp, -2), mesh), "rank b n s h -> b (rank n) s h")
+    return rearrange(_exchange(_cut(out, cp, -2), context), "rank b n s h -> b (rank n) s h")
 
 
 def attend_over_keys(
@@ -215,7 +215,7 @@ def attend_over_keys(
     v: Float[Tensor, "b m s h"],
     mask: Float[Tensor, "b 1 s z"] | None = None,
     *,
-    mesh: DeviceMesh,
+    context: DeviceMesh,
 ) -> Float[Tensor, "b n s h"]:
     """Attend to whole rows: each rank gets all keys and values, and looks at those up to each of its chunks.
 
@@ -228,21 +228,21 @@ def attend_over_keys(
         Of the positions that this rank holds; any number of heads.
     mask : Float[Tensor, "b 1 s S"], optional
         Of this rank's queries; None is causal.
-    mesh : DeviceMesh
+    context : DeviceMesh
         From :func:`moekit.mesh.context_mesh`.
 
     References
     ----------
     Llama Team, The Llama 3 Herd of Models, 2024, section 3.3.2. https://arxiv.org/abs/2407.21783
     """
-    cp, rank, chunk = mesh.size(), mesh.get_local_rank(), q.shape[2] // 2
+    cp, rank, chunk = context.size(), context.get_local_rank(), q.shape[2] // 2
     if q.shape[2] % 2 or k.shape[2] != q.shape[2]:
         raise ValueError(
             "attend_over_keys needs two equal chunks of positions, of queries and keys alike, got "
             f"{q.shape[2]} and {k.shape[2]}"
         )
     kv = torch.cat([k, v], 1)
-    k, v = _join(_exchange(kv.expand(cp, *kv.shape), mesh), -2).chunk(2, 1)
+    k, v = _join(_exchange(kv.expand(cp, *kv.shape), context), -2).chunk(2, 1)
     out = []
     for i, index in enumerate((rank, 2 * cp - 1 - rank)):
         rows, end = slice(i * chunk, (i + 1) * chunk), (index + 1) * chunk
@@ -255,31 +255,31 @@ def attend_over_keys(
 
 
 def choose_attention(
-    who: str, *, n_heads: int, via: AttentionVia | None, kernels: str, mesh: DeviceMesh | None
+    who: str, *, n_heads: int, via: AttentionVia | None, kernels: str, context: DeviceMesh | None
 ) -> tuple[AttentionVia | None, Attend | None]:
     """Return the way in which attention sees whole rows, by default over heads where cp divides them.
 
-    Without a mesh there is nothing to choose, and both are None.
+    Without a context there is nothing to choose, and both are None.
 
     Raises
     ------
     ValueError
         When ``via`` is unknown, would have no effect, or cp does not divide the heads.
     """
-    if mesh is None:
+    if context is None:
         if via is not None:
             raise ValueError(f"{who} needs a context for attention_via={via!r}, got None; leave it out")
         return None, None
-    if mesh.ndim != 1:
+    if context.ndim != 1:
         raise ValueError(
-            f"{who} needs a context of one axis, got axes {mesh.mesh_dim_names}; "
+            f"{who} needs a context of one axis, got axes {context.mesh_dim_names}; "
             "pass what moekit.mesh.context_mesh returned"
         )
-    cp = mesh.size()
+    cp = context.size()
     if via is None:
         via = "all_gather" if n_heads % cp else "all_to_all"
     if via == "all_gather":
-        return via, partial(attend_over_keys, mesh=mesh)
+        return via, partial(attend_over_keys, context=context)
     if via != "all_to_all":
         raise ValueError(f"{who} needs attention_via 'all_to_all' or 'all_gather', got {via!r}")
     if n_heads % cp:
@@ -289,16 +289,16 @@ def choose_attention(
             f"take cp={below} or {n_heads // cp * cp or cp} or {n_heads // cp * cp + cp} heads, "
             "or attention_via='all_gather'"
         )
-    return via, partial(attend_over_heads, kernels=kernels, mesh=mesh)
+    return via, partial(attend_over_heads, kernels=kernels, context=context)
 
 
 # --- Parts and wholes -----------------------------------------------------------------
 
 
-def _exchange(x: Tensor, mesh: DeviceMesh) -> Tensor:
+def _exchange(x: Tensor, context: DeviceMesh) -> Tensor:
     """Send x[i] to rank i, and return what came from each."""
-    ones = [1] * mesh.size()
-    return all_to_all_single_autograd(x.contiguous(), ones, ones, mesh)
+    ones = [1] * context.size()
+    return all_to_all_single_autograd(x.contiguous(), ones, ones, context)
 
 
 def _join(parts: Tensor, dim: int) -> Tensor:

@@ -147,7 +147,7 @@ class _Rows(nodes.BaseNode[Batch]):
         rows = np.stack([self.samples.row(i) for i in [-1, *ids]])[1:]  # so that no rows are stacked, too
         tokens, documents = torch.from_numpy(rows).unbind(1)
         batch = make_batch(tokens, documents, torch.tensor(ids, dtype=torch.int64))
-        return split_context(batch, mesh=self.context)
+        return split_context(batch, context=self.context)
 
 
 class Loader(nodes.Prefetcher[Batch]):

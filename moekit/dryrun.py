@@ -260,7 +260,7 @@ def _recipe_step(build: Callable, layout: Layout, rank: int) -> Step:
     _, context, held, train_step = build()
     tokens = torch.zeros(layout.rows * layout.n_microbatches, layout.seq_len + 1, dtype=torch.int64)
     batch = make_batch(tokens, torch.zeros_like(tokens), torch.arange(len(tokens)))
-    batch = split_context(batch, mesh=context)
+    batch = split_context(batch, context=context)
 
     def step() -> dict[str, Any]:
         train_step(held, batch, 1)

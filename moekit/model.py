@@ -394,11 +394,11 @@ def forward(
         n_heads=config.n_heads,
         via=attention_via,
         kernels=elementwise(kernels),
-        mesh=context,
+        context=context,
     )
     b, s = tokens.shape
     hidden = _embed(params, tokens, config, kernels) if x is None else x
-    positions = positions_of(s, device=tokens.device, mesh=context)
+    positions = positions_of(s, device=tokens.device, context=context)
     whole = s if context is None else s * context.size()
     cos, sin = rope_table(whole, config=config, like=hidden)
     rope = cos[positions], sin[positions]
@@ -407,7 +407,7 @@ def forward(
     token_ids = (sample_ids[:, None] * whole + positions).flatten()
     mask = None
     if documents is not None:
-        documents = whole_rows(documents, mesh=context)
+        documents = whole_rows(documents, context=context)
         if attention_via == "all_gather":
             mask = document_mask(documents, dtype=hidden.dtype, queries=positions)
         elif has_kernel("forward", elementwise(kernels), hidden, config.d_head):

@@ -381,7 +381,7 @@ def context_step(rank, *, config, s):
     def step():
         ids = torch.zeros(1, s + 1, dtype=torch.int64)
         batch = mk.batch.make_batch(ids, torch.zeros_like(ids), torch.arange(1))
-        batch = mk.count_tokens(mk.context.split_context(batch, mesh=context), mesh=mesh)
+        batch = mk.count_tokens(mk.context.split_context(batch, context=context), mesh=mesh)
         _, grads = grad_fn(params, batch)
         optimizer.update(grads, state, params)
         return {"parameters": params, "optimizer state": state}

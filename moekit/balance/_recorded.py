@@ -123,7 +123,9 @@ def record_step(
     ids = rearrange(ids, "m l b s k -> (m b) l s k")
     if context is not None:
         flat = rearrange(ids.int(), "b l s k -> (b l k) s")
-        ids = rearrange(whole_rows(flat, mesh=context), "(b l k) s -> b l s k", b=b, l=n_layers).to(ids.dtype)
+        ids = rearrange(whole_rows(flat, context=context), "(b l k) s -> b l s k", b=b, l=n_layers).to(
+            ids.dtype
+        )
     return Recording(expert_ids=ids[None], sample_ids=batch.sample_ids[None], n_experts=config.n_experts)
 
 

@@ -146,7 +146,7 @@ def _gradients(
     here = tree_map_only(Tensor, lambda x: (x[start:end] if x.ndim else x).to(device), batch)
     if context is not None:
         options["context"] = context
-        here = replace(split_context(here, mesh=context), n_targets=here.n_targets, n_tokens=here.n_tokens)
+        here = replace(split_context(here, context=context), n_targets=here.n_targets, n_tokens=here.n_tokens)
 
     def share(*args: Any) -> Tensor:
         out = loss(*args, mesh=mesh, **options)

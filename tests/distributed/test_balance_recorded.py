@@ -41,7 +41,7 @@ def here(mesh, context=None):
     """Return the rows of this rank, as a loader deals them."""
     rank, n = data_rank(mesh, context)
     batch = rows_of(BATCH, rank * 8 // n, (rank + 1) * 8 // n)
-    return mk.count_tokens(split_context(batch, mesh=context), mesh=mesh)
+    return mk.count_tokens(split_context(batch, context=context), mesh=mesh)
 
 
 @pytest.mark.parametrize("layout", [dict(ep=2), dict(edp=2), dict(ep=2, cp=2)], ids=str)

@@ -111,7 +111,7 @@ def measure(edp, ep, cp, n_micro_batches):
     context = context_mesh(mesh, cp)
     rank, n = data_rank(mesh, context)
     rows = rows_of(BATCH, rank * 8 // n, (rank + 1) * 8 // n)
-    batch = mk.count_tokens(split_context(rows, mesh=context), mesh=mesh)
+    batch = mk.count_tokens(split_context(rows, context=context), mesh=mesh)
     loss = lambda *args: mk.next_token_loss(*args, config=config, context=context, mesh=mesh)  # noqa: E731
     step = mk.accumulate(mk.value_and_grad(loss, has_aux=True), n_micro_batches)
     (value, stats), _ = mk.data_parallel(step, mesh=mesh)(mk.mesh.distribute(params, mesh), batch)
@@ -187,14 +187,14 @@ def test_attention_over_a_context_is_attention_to_the_whole_rows(cp, n, m, b):
 
     def check():
         mesh = context_mesh(mk.make_mesh(device="cpu"), cp)
-        at = positions_of(6, mesh=mesh)
+        at = positions_of(6, context=mesh)
         for attend_over, masks in ((attend_over_heads, whole_mask), (attend_over_keys, whole_mask[:, :, at])):
             if n % cp and attend_over is attend_over_heads:
                 continue
             for mask, want_mask in ((None, None), (masks, whole_mask)):
                 want = attended(attend, *heads_of(n, m, b, s), want_mask)
                 parts = [z[:, :, at] for z in heads_of(n, m, b, s)]
-                run = lambda *args, f=attend_over: f(*args, mesh=mesh)  # noqa: E731
+                run = lambda *args, f=attend_over: f(*args, context=mesh)  # noqa: E731
                 got, again = (attended(run, *parts, mask) for _ in range(2))
                 for x, y, z in zip(got, again, want, strict=True):
                     torch.testing.assert_close(x, z[:, :, at], rtol=1e-12, atol=1e-12)
@@ -208,10 +208,10 @@ def test_attention_over_heads_takes_documents_in_the_place_of_their_mask():
 
     def check():
         mesh = context_mesh(mk.make_mesh(device="cpu"), cp)
-        at = positions_of(s // cp, mesh=mesh)
+        at = positions_of(s // cp, context=mesh)
         heads = [draw(1, n, s, 16, seed=n, dtype=torch.float32) for n in (4, 2, 2)]
         want = attended(attend, *heads, mk.model.document_mask(documents, dtype=torch.float32))
-        over = functools.partial(attend_over_heads, mesh=mesh, kernels="triton")
+        over = functools.partial(attend_over_heads, context=mesh, kernels="triton")
         got = attended(over, *(z[:, :, at] for z in heads), find_documents(documents))
         for x, z in zip(got, want, strict=True):
             torch.testing.assert_close(x, z[:, :, at], rtol=1e-4, atol=1e-5)
@@ -231,7 +231,7 @@ def test_a_mask_of_some_queries_is_these_rows_of_the_mask():
 
 def test_each_rank_holds_an_early_and_a_late_chunk_and_sees_as_much_as_the_others():
     def positions(mesh):
-        return positions_of(4, mesh=context_mesh(mesh, 3)).tolist()
+        return positions_of(4, context=context_mesh(mesh, 3)).tolist()
 
     places = [as_rank(positions, rank) for rank in range(6)]
     assert places == 2 * [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
@@ -242,7 +242,7 @@ def test_each_rank_holds_an_early_and_a_late_chunk_and_sees_as_much_as_the_other
 def test_a_split_batch_keeps_targets_and_documents_and_forgets_its_totals():
     def split(mesh):
         context = context_mesh(mesh, 3)
-        return split_context(BATCH, mesh=context), positions_of(16, mesh=context)
+        return split_context(BATCH, context=context), positions_of(16, context=context)
 
     part, at = as_rank(split)
     for name in ("tokens", "targets", "mask", "documents"):
@@ -266,7 +266,7 @@ def test_the_loaders_of_a_context_give_parts_of_the_same_rows():
         batch = mk.count_tokens(next(Loader(samples(8), 6, context=context, mesh=mesh)), mesh=mesh)
         whole = mk.count_tokens(next(Loader(samples(8), 6)))
         rank, n = data_rank(mesh, context)
-        want = split_context(rows_of(whole, 3 * rank, 3 * rank + 3), mesh=context)
+        want = split_context(rows_of(whole, 3 * rank, 3 * rank + 3), context=context)
         assert n == 2 and batch.n_targets == whole.n_targets and batch.n_tokens == whole.n_tokens
         assert all(torch.equal(getattr(batch, name), getattr(want, name)) for name in names)
         return batch.sample_ids.tolist()
@@ -310,18 +310,18 @@ def loss(batch, context, mesh, **options):
 
 
 def part(context):
-    return replace(split_context(BATCH, mesh=context), n_targets=BATCH.n_targets, n_tokens=BATCH.n_tokens)
+    return replace(split_context(BATCH, context=context), n_targets=BATCH.n_targets, n_tokens=BATCH.n_tokens)
 
 
 REFUSED = [  # what is called with a context of 3 of 6 ranks and their mesh, the message
     (
         lambda c, m: split_context(
-            mk.batch.make_batch(BATCH.tokens, BATCH.documents, BATCH.sample_ids), mesh=c
+            mk.batch.make_batch(BATCH.tokens, BATCH.documents, BATCH.sample_ids), context=c
         ),
         "split_context needs rows that 2 * cp divides, got 47 positions and cp=3; take 42 or 48",
     ),
     (
-        lambda c, m: split_context(part(c), mesh=c),
+        lambda c, m: split_context(part(c), context=c),
         "split_context needs a batch of whole rows, got one with 16 positions of each; it is split already",
     ),
     (
@@ -333,7 +333,7 @@ REFUSED = [  # what is called with a context of 3 of 6 ranks and their mesh, the
         "next_token_loss needs a batch that is split over its context of 3 ranks, got whole rows; pass",
     ),
     (
-        lambda c, m: loss(split_context(BATCH, mesh=c), c, m),
+        lambda c, m: loss(split_context(BATCH, context=c), c, m),
         "next_token_loss needs the totals of the global batch, got None",
     ),
     (

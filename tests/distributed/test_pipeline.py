@@ -63,7 +63,7 @@ def on_rank(config, names, layout, batch, **options):
         mesh, context, params, grad_fn = setup(config, name, **layout)
         rank, n = mk.mesh.data_rank(mesh, context)
         size = len(batch.tokens) // n
-        part = split_context(rows_of(batch, rank * size, (rank + 1) * size), mesh=context)
+        part = split_context(rows_of(batch, rank * size, (rank + 1) * size), context=context)
         part = replace(part, n_targets=batch.n_targets, n_tokens=batch.n_tokens)
         (loss, stats), grads = grad_fn(params, part, **options)
         full = {k: g.full_tensor() if isinstance(g, DTensor) else g for k, g in named(grads).items()}
