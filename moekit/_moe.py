@@ -1,6 +1,6 @@
 """One Mixture-of-Experts layer: the four functions composed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
@@ -39,6 +39,7 @@ def moe(
     precision: Precision | Rounded = BF16,
     grad_into: TensorDict | Mapping[str, Tensor] | None = None,
     overlap: Overlap = "none",
+    route: Callable[..., Routing] = route,
     mesh: DeviceMesh | None = None,
     **route_options: Any,
 ) -> tuple[Float[Tensor, "t d"], Routing]:
@@ -55,6 +56,8 @@ def moe(
         Tokens of this rank.
     top_k, **route_options
         As for :func:`moekit.route`.
+    route : callable
+        What is called in its place, with the same arguments.
     via, mesh
         As for :func:`moekit.dispatch`.
     kernels, precision, grad_into
@@ -95,7 +98,7 @@ def moe(
     low = Rounded.of(precision)
     check_payload("moe", low.policy, getattr(via, "payload", None))
     if overlap == "shared":
-        options = dict(top_k=top_k, via=via, grad_into=grad_into, mesh=mesh, **route_options)
+        options = dict(top_k=top_k, route=route, via=via, grad_into=grad_into, mesh=mesh, **route_options)
         return _beside_shared(params, x, low, kernels, options)
     products = choose_products("moe", kernels, len(x) * top_k, local(params["experts"]["gate_up"]))
     routing = route(params["router"], x, top_k=top_k, kernels=elementwise(kernels), **route_options)

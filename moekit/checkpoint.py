@@ -453,7 +453,7 @@ def _describe(tree: Tree, only: Collection[str] | None, mesh: DeviceMesh | None,
                 faults.append(f"{name}: a meta tensor, without numbers")
             elif isinstance(leaf, DTensor):
                 if mesh is None:
-                    faults.append(f"{name}: a DTensor, but mesh=None")
+                    faults.append(f"{name}: a DTensor, but mesh=None; pass mesh=mesh")
                 if any(placement.is_partial() for placement in leaf.placements):
                     faults.append(f"{name}: {leaf.placements}, terms of a sum that is still to be taken")
             elif contents and mesh is not None:

@@ -106,9 +106,12 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     Raises
     ------
     ValueError
-        When a mesh of several axes lacks one of the two.
+        When a mesh of several axes lacks one of the two, or is one axis of such a mesh.
     """
-    return mesh if mesh.ndim == 1 else edp_ep("data_mesh", mesh)._flatten("dp")
+    part = {"pp", "edp", "ep", "cp"} & {*(mesh.mesh_dim_names or ())} and mesh.size() < dist.get_world_size()
+    if mesh.ndim > 1 or part:
+        return edp_ep("data_mesh", mesh)._flatten("dp")
+    return mesh
 
 
 @functools.cache
@@ -141,8 +144,11 @@ def edp_ep(who: str, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def check_one_axis(who: str, mesh: DeviceMesh | None, name: str = "ep") -> None:
-    """Raise ``ValueError`` unless a mesh is None or of one axis, as ``mesh[name]`` is."""
-    if mesh is None or getattr(mesh, "ndim", None) == 1:
+    """Raise ``ValueError`` unless a mesh is None or of one axis, as ``mesh[name]`` is, and of no other."""
+    if mesh is None:
+        return
+    others = {"pp", "edp", "ep", "cp", "dp"} - {name}
+    if getattr(mesh, "ndim", None) == 1 and not others & {*(mesh.mesh_dim_names or ())}:
         return
     got = f"axes {mesh.mesh_dim_names}" if hasattr(mesh, "mesh_dim_names") else repr(mesh)
     raise ValueError(f"{who} needs a one-axis mesh, got {got}; pass mesh[{name!r}]")

@@ -26,7 +26,7 @@ from moekit._low_dense import linear
 from moekit._moe import feed_forward, moe
 from moekit._policy import BF16, Precision
 from moekit._rounded import Rounded
-from moekit._route import Assignment, Routing
+from moekit._route import Assignment, Routing, route
 from moekit.batch import Batch
 from moekit.config import ModelConfig, Stage
 from moekit.context import (
@@ -188,6 +188,7 @@ def transformer_block(
     kernels: Kernels = "auto",
     precision: Precision | Rounded = BF16,
     overlap: Overlap = "none",
+    route: Callable[..., Routing] = route,
     **moe_options: Any,
 ) -> tuple[Float[Tensor, "b s d"], Routing | None]:
     """Add attention, then a feed-forward or a Mixture of Experts, each with its norms, to what came in.
@@ -207,7 +208,7 @@ def transformer_block(
     wrap : callable
         ``wrap(name, fn)`` for the parts ``"attention"`` and ``"ffn"``, each with what it adds to; see
         :func:`moekit.remat`.
-    overlap
+    overlap, route
         As for :func:`moekit.moe`, where the block has experts.
     **moe_options
         As for :func:`moekit.moe`.
@@ -255,6 +256,7 @@ def transformer_block(
             kernels=kernels,
             precision=low.part("moe", None if tokens is None else tokens.rows()),
             overlap=overlap,
+            route=route,
             **moe_options,
         )
         return y.view(z.shape), routing

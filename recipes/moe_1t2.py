@@ -44,7 +44,7 @@ class Config:
     cp: int = 1  # ranks that share a row
     seed: int = 0
     precision: Literal["bf16", "fp8_rowwise", "mxfp8"] = "bf16"  # of products; in eight bits where natively
-    toy: bool = False  # the same code on 8 processes at a width for a laptop, in float32
+    toy: bool = False  # the same on 8 processes at a laptop's width, in float32: 64 tokens, 5 steps at most
     folder: Path = Path("runs/moe_1t2")
     save_every: int = 200  # steps
     resume: bool = False  # continue from the newest checkpoint in the folder, if any

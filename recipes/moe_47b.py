@@ -53,7 +53,7 @@ class Config:
     attention_via: Literal["all_to_all", "all_gather"] | None = None  # over heads, or keys; by default heads
     seed: int = 0
     precision: Literal["bf16", "fp8_rowwise", "mxfp8"] = "bf16"  # of products; in eight bits where natively
-    toy: bool = False  # the same code at a width for a laptop, in float32, of up to 8 experts
+    toy: bool = False  # the same at a laptop's width, in float32; 8 experts, 128 tokens, 10 steps at most
     folder: Path = Path("runs/moe_47b")
     save_every: int | None = None  # steps; by default nothing is saved
     resume: bool = False  # continue from the newest checkpoint in the folder, if any

@@ -13,6 +13,7 @@ ahead. Masters, gradients and moments are float32 and sharded: 16 bytes a parame
 """
 
 import os
+import warnings
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -55,7 +56,7 @@ class Config:
     lr: float = 3e-4  # at its peak
     warmup_steps: int = 10
     seed: int = 0
-    toy: bool = False  # the same code at a width for a laptop, in float32, of up to 8 experts
+    toy: bool = False  # the same at a laptop's width, in float32; 8 experts, 128 tokens, 10 steps at most
     folder: Path = Path("runs/moe_47b_fsdp")
     log_every: int = 5  # steps
     profile: int = 0  # steps to trace, after three; where their time went is printed
@@ -134,6 +135,9 @@ def shard(net, mesh):
     """Shard every block, and what stands before and behind them; gather each during the one before."""
     bf16 = MixedPrecisionPolicy(dtype, dtype, cast_forward_inputs=False)  # RoPE tables stay float32
     layers, dp = list(net.layers.values()), data_mesh(mesh)
+    warnings.filterwarnings(
+        "ignore", ".*returned a view tensor"
+    )  # nothing is done in place to a block's output
 
     def wrap(module, keep, policy):  # with fewer experts than ranks, each rank has a part of every expert
         fully_shard(

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import moekit as mk
-from moekit.mesh import data_rank, layout, shard_of
+from moekit.mesh import data_mesh, data_rank, layout, shard_of
 from moekit.testing import ranks
 from moekit.tree import map_named
 
@@ -75,6 +75,24 @@ def test_ranks_of_one_ep_group_are_neighbours_and_data_ranks_count_row_by_row(ra
         return mesh.mesh_dim_names, mesh["edp"].get_local_rank(), mesh["ep"].get_local_rank(), data_rank(mesh)
 
     assert as_rank(places, rank) == (("edp", "ep"), rank // 3, rank % 3, (rank, 6))
+
+
+@pytest.mark.parametrize("axis", ["edp", "ep"])
+def test_one_axis_of_a_mesh_is_no_mesh_of_a_batch_and_edp_none_of_a_layer(axis):
+    def wrong(mesh):
+        with refuses(f"data_mesh needs a mesh with the axes edp and ep, got axes ('{axis}',) of sizes"):
+            data_mesh(mesh[axis])
+        if axis == "edp":
+            with refuses("moe needs a one-axis mesh, got axes ('edp',); pass mesh['ep']"):
+                mk.moe(
+                    dict(router=draw(3, 6), experts=dict(gate_up=draw(6, 3, 4), down=draw(6, 2, 3))),
+                    draw(5, 3),
+                    top_k=2,
+                    mesh=mesh[axis],
+                )
+        return True
+
+    assert as_rank(wrong)
 
 
 def test_edp_is_what_the_ranks_leave():
@@ -186,7 +204,7 @@ def test_experts_that_ep_does_not_divide_are_named():
     [
         (
             lambda mesh: mk.init_params(small_config(), mesh=mesh["ep"]),
-            "the placement of layers.1.moe.experts.gate_up needs a mesh with the axes edp and ep, "
+            "data_mesh needs a mesh with the axes edp and ep, "
             "got axes ('ep',) of sizes (3,); pass the whole mesh that make_mesh returned",
         ),
         (

@@ -165,6 +165,21 @@ def test_a_graph_that_is_retained_gives_the_same_gradients_again():
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("overlap", ["none", "two_batch", "shared"])
+def test_another_router_takes_the_place_of_route(overlap):
+    params, x = kernel_layer()
+    seen = []
+
+    def turned(router, x, **options):
+        seen.append(options["top_k"])
+        return mk.route(-router, x, **options)
+
+    y, routing = mk.moe(params, x, top_k=2, overlap=overlap, route=turned, normalize="l1")
+    want, wanted = mk.moe(dict(params, router=-params["router"]), x, top_k=2, normalize="l1")
+    assert seen == [2] and torch.equal(routing.expert_ids, wanted.expert_ids)
+    close(y, want, 1e-5)
+
+
 def test_a_layer_of_kernels_is_one_graph_for_any_routing():
     params, x = kernel_layer()
     graphs = []

@@ -542,3 +542,13 @@ def test_every_name_that_is_logged_is_in_the_table_of_names_and_the_other_way_ro
     elsewhere = {name for name in table if re.match(r"(memory|summary/peak|optim)/?", name)}  # GPUs; above
     elsewhere |= {"aux/router_z", "aux/head_z", "held_out/trigram_bits_per_byte", "bits_per_byte"}
     assert logged <= set(table) and set(table) - logged == elsewhere
+
+
+def test_a_run_that_begins_anew_keeps_the_figures_of_those_before(tmp_path, capsys):
+    for loss in (3.0, 2.0, 1.0):
+        run = tracking.Run(tmp_path)
+        run.log({"loss": loss}, step=1)
+        run.finish()
+    kept = [json.loads((tmp_path / f"metrics{i}.jsonl").read_text())["loss"] for i in (".1", ".2", "")]
+    assert kept == [3.0, 2.0, 1.0]
+    assert "is metrics.2.jsonl now" in capsys.readouterr().out

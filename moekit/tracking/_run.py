@@ -5,9 +5,11 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,8 @@ class Run:
     wandb : wandb.Run, optional
         Gets the figures too, and at the end their summary.
     resume : bool
-        Append to the folder's figures, behind an empty line, instead of beginning anew. What the folder has
+        Append to the folder's figures, behind an empty line, instead of beginning anew, which keeps those of
+        an earlier run beside as ``metrics.1.jsonl``. What the folder has
         of steps after the first one that is logged then was of a run that had gone on, and counts no more.
 
     Raises
@@ -59,8 +62,11 @@ class Run:
             ) from error
         except OSError:
             pass  # a file system without locks
-        if not resume:
+        if not resume and path.stat().st_size:
+            kept = next(p for i in count(1) if not (p := self.folder / f"metrics.{i}.jsonl").exists())
+            shutil.copyfile(path, kept)
             self._file.truncate(0)
+            print(f"{path} was of an earlier run: it is {kept.name} now")
         if (
             before := path.read_bytes()
         ):  # an empty line; of a process killed while it wrote, its last one ends
