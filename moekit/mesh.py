@@ -148,7 +148,7 @@ def check_one_axis(who: str, mesh: DeviceMesh | None, name: str = "ep") -> None:
     if mesh is None:
         return
     others = {"pp", "edp", "ep", "cp", "dp"} - {name}
-    if getattr(mesh, "ndim", None) == 1 and not others & {*(mesh.mesh_dim_names or ())}:
+    if getattr(mesh, "ndim", None) == 1 and not others & {*(getattr(mesh, "mesh_dim_names", None) or ())}:
         return
     got = f"axes {mesh.mesh_dim_names}" if hasattr(mesh, "mesh_dim_names") else repr(mesh)
     raise ValueError(f"{who} needs a one-axis mesh, got {got}; pass mesh[{name!r}]")

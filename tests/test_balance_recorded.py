@@ -174,7 +174,9 @@ def files_of_ranks(folder, whole, *ends):
         return path
 
     def rank_mesh(rank):
-        return SimpleNamespace(ndim=1, get_local_rank=lambda: rank, size=lambda: len(ends))
+        return SimpleNamespace(
+            ndim=1, mesh_dim_names=("dp",), get_local_rank=lambda: rank, size=lambda: len(ends)
+        )
 
     return [write(rank) for rank in range(len(ends))]
 
