@@ -180,7 +180,7 @@ def of_the_page(old, new, count):
 
 
 RANK = ("mesh.get_local_rank()", "torch.distributed.get_rank()", 1, r"offsets \(even, .*: \[0, 0\], wanted")
-GROUP = (", mesh)\n", ", torch.distributed.group.WORLD)\n", 3, r"offsets \(even, .*wanted")
+GROUP = (", 0, mesh)", ", 0, torch.distributed.group.WORLD)", 4, r"offsets \(even, .*wanted")
 SIZE = ("mesh.size()", "torch.distributed.get_world_size()", 1, r"Error[\s\S]*check_transport: even, ")
 
 
