@@ -517,10 +517,14 @@ def table(results: Sequence[Result], more: Sequence[Column] = ()) -> str:
 def write_json(path: Path | None, record: Mapping[str, Any]) -> None:
     """Write a record, whose results may be :class:`Result`, over the file; without a path do nothing.
 
-    Where it and its plot were written to is left out of its ``config``.
+    Where it and its plot were written to is left out of its ``config``, and so are the folders of files read.
     """
     if path is not None:
-        config = {k: v for k, v in record.get("config", {}).items() if k not in ("json", "plot")}
+        config = {
+            k: v.name if isinstance(v, Path) else v
+            for k, v in record.get("config", {}).items()
+            if k not in ("json", "plot")
+        }
         record = {**record, "config": config} if "config" in record else record
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(

@@ -459,6 +459,7 @@ def test_a_product_is_timed_on_all_values_with_the_reason_why_there_is_no_clock(
     gemm_values.main(cfg)
     record = json.loads(cfg.json.read_text())
     assert "nvidia-ml-py" in record["environment"] and "commit" in record["environment"]
+    assert record["config"]["recorded"] == "rows.npy"  # without its folder
     first, second = ({r["name"]: r for r in case["results"]} for case in record["cases"])
     names = {"zeros", "constant", "gaussian", "trained", "recorded"}
     assert first.keys() == names | {measure.DENSE, measure.COPY}
