@@ -12,6 +12,7 @@ in the same run. ``sent`` is what a rank sends in a step, and ``dry run`` its me
 """
 
 import contextlib
+import io
 import os
 import runpy
 import statistics
@@ -106,7 +107,7 @@ def predict(n: int, command: list[str]) -> dict[str, float]:
 
     script, *options = command
     argv = [script, *options, "--dry-run", f"--n-gpus={n}"]
-    said = contextlib.redirect_stdout(open(os.devnull, "w"))
+    said = contextlib.redirect_stdout(io.StringIO())
     with mock.patch.object(dryrun, "dry_run_recipe", keep), mock.patch.object(sys, "argv", argv), said:
         try:
             runpy.run_path(str(RECIPES / script), run_name="__main__")

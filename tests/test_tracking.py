@@ -547,8 +547,10 @@ def test_every_name_that_is_logged_is_in_the_table_of_names_and_the_other_way_ro
 def test_a_run_that_begins_anew_keeps_the_figures_of_those_before(tmp_path, capsys):
     for loss in (3.0, 2.0, 1.0):
         run = tracking.Run(tmp_path)
+        (tmp_path / "config.json").write_text(str(loss))
         run.log({"loss": loss}, step=1)
         run.finish()
-    kept = [json.loads((tmp_path / f"metrics{i}.jsonl").read_text())["loss"] for i in (".1", ".2", "")]
-    assert kept == [3.0, 2.0, 1.0]
+    for i, loss in ((".1", 3.0), (".2", 2.0), ("", 1.0)):
+        assert json.loads((tmp_path / f"metrics{i}.jsonl").read_text())["loss"] == loss
+        assert (tmp_path / f"config{i}.json").read_text() == str(loss)
     assert "is metrics.2.jsonl now" in capsys.readouterr().out

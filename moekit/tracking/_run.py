@@ -35,9 +35,9 @@ class Run:
     wandb : wandb.Run, optional
         Gets the figures too, and at the end their summary.
     resume : bool
-        Append to the folder's figures, behind an empty line, instead of beginning anew, which keeps those of
-        an earlier run beside as ``metrics.1.jsonl``. What the folder has
-        of steps after the first one that is logged then was of a run that had gone on, and counts no more.
+        Append to the folder's figures, behind an empty line. What the folder has of steps after the first one
+        that is logged then was of a run that had gone on, and counts no more. Otherwise begin anew: figures
+        and configuration of an earlier run stay beside, as ``metrics.1.jsonl`` and ``config.1.json``.
 
     Raises
     ------
@@ -63,13 +63,14 @@ class Run:
         except OSError:
             pass  # a file system without locks
         if not resume and path.stat().st_size:
-            kept = next(p for i in count(1) if not (p := self.folder / f"metrics.{i}.jsonl").exists())
-            shutil.copyfile(path, kept)
+            i = next(i for i in count(1) if not (self.folder / f"metrics.{i}.jsonl").exists())
+            for old in (path, self.folder / "config.json"):
+                if old.exists():
+                    shutil.copyfile(old, old.with_suffix(f".{i}{old.suffix}"))
             self._file.truncate(0)
-            print(f"{path} was of an earlier run: it is {kept.name} now")
-        if (
-            before := path.read_bytes()
-        ):  # an empty line; of a process killed while it wrote, its last one ends
+            print(f"{path} was of an earlier run: it is metrics.{i}.jsonl now")
+        before = path.read_bytes()
+        if before:  # an empty line; of a process that was killed while it wrote, the last one ends first
             self._file.write("\n" if before.endswith(b"\n") else "\n\n")
         atexit.register(self.report)
 
