@@ -96,8 +96,9 @@ def measure(
         Name and reason of candidates that could not be made; they become results beside the others. One that
         could not be made on one rank is measured on none.
     rounds, slot : int, float
-        In each round each candidate runs for ``slot`` seconds, and three times at least, after one run that
-        is not timed; where ranks measure together, as often as rank 0 does.
+        In each round each candidate runs for ``slot`` seconds after half as long untimed, for a device takes
+        its clock from what it did just before: one that comes after light ones would be the faster for it.
+        It runs three times at least, after one untimed; where ranks measure together, as often as on rank 0.
     watch : callable
         ``watch(name)`` is entered for each slot, to look at the device meanwhile.
 
@@ -132,7 +133,9 @@ def measure(
 def _slot(run: Callable[[], object], slot: float, device: str) -> tuple[list[float], int]:
     """Return the seconds of each run that fits into the slot, and the bytes that a run allocates."""
 
-    def timed(n: int) -> list[float]:
+    def timed(n: int, before: int = 0) -> list[float]:
+        for _ in range(before):
+            run()
         if device != "cuda":
             return [_seconds(run) for _ in range(n)]
         events = [
@@ -147,17 +150,19 @@ def _slot(run: Callable[[], object], slot: float, device: str) -> tuple[list[flo
 
     def first() -> int:
         timed(1)
-        return torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
+        return torch.cuda.max_memory_allocated() - held if device == "cuda" else 0
 
-    before = 0
+    held = 0
     if device == "cuda":
         torch.cuda.empty_cache()  # what another candidate left there could make this one wait for memory
-        before = torch.cuda.memory_allocated()
+        held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     peak = on_all_ranks(first)
     found = on_all_ranks(functools.partial(timed, 3))
-    n = _agreed(int(slot / statistics.median(found)) - 3, device)
-    return found + on_all_ranks(functools.partial(timed, n)), peak
+    n = _agreed(int(slot / statistics.median(found)), device)
+    if n > 3:
+        found = on_all_ranks(functools.partial(timed, n, before=n // 2))
+    return found, peak
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -40,6 +40,8 @@ class Batch:
     n_targets, n_tokens : Int[Tensor, ""], optional
         Totals of the global batch: targets that count, and tokens that are not padding. `count_tokens` fills
         them in.
+    n_ranks : int, optional
+        How many ranks share the global batch, where a `moekit.data.Loader` has drawn it for a mesh.
     positions : Int[Tensor, "b s"], optional
         Which positions of its row these are, where `moekit.context.split_context` has left a part of them.
     expert_ids : Integer[Tensor, "b l s k"], optional
@@ -54,6 +56,7 @@ class Batch:
     sample_ids: Int[Tensor, " b"]
     n_targets: Int[Tensor, ""] | None = None
     n_tokens: Int[Tensor, ""] | None = None
+    n_ranks: int | None = None
     positions: Int[Tensor, "b s"] | None = None
     expert_ids: Integer[Tensor, "b l s k"] | None = None
 
@@ -131,7 +134,18 @@ def count_tokens(batch: Batch, *, mesh: DeviceMesh | None = None) -> Batch:
     -------
     Batch
         The same rows; the totals stay on the device and nothing waits for the host.
+
+    Raises
+    ------
+    ValueError
+        When a `moekit.data.Loader` has drawn the batch for another number of ranks.
     """
+    n = 1 if mesh is None else data_mesh(mesh).size()
+    if batch.n_ranks not in (None, n):
+        raise ValueError(
+            f"count_tokens needs the mesh that its batch was drawn for, of {batch.n_ranks} ranks that share "
+            f"it, got {n}; pass the same mesh to Loader and count_tokens"
+        )
     totals = torch.stack([batch.mask.sum(), (batch.documents >= 0).sum()])
     if mesh is not None:
         totals = fc.wait_tensor(fc.all_reduce(totals, "sum", data_mesh(mesh)))

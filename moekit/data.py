@@ -13,7 +13,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -108,9 +108,11 @@ class _Rows(nodes.BaseNode[Batch]):
         seed: int,
         shuffle: bool,
         context: DeviceMesh | None,
+        n_ranks: int | None,
     ):
         super().__init__()
-        self.samples, self.batch_size, self.rows, self.context = samples, batch_size, rows, context
+        self.samples, self.batch_size, self.rows = samples, batch_size, rows
+        self.context, self.n_ranks = context, n_ranks
         self.end = None if epochs is None else epochs * len(samples)
         self.order = lru_cache(maxsize=2)(
             lambda epoch: (
@@ -147,7 +149,7 @@ class _Rows(nodes.BaseNode[Batch]):
         rows = np.stack([self.samples.row(i) for i in [-1, *ids]])[1:]  # so that no rows are stacked, too
         tokens, documents = torch.from_numpy(rows).unbind(1)
         batch = make_batch(tokens, documents, torch.tensor(ids, dtype=torch.int64))
-        return split_context(batch, context=self.context)
+        return replace(split_context(batch, context=self.context), n_ranks=self.n_ranks)
 
 
 class Loader(nodes.Prefetcher[Batch]):
@@ -231,8 +233,9 @@ class Loader(nodes.Prefetcher[Batch]):
                 f"take {-(-batch_size // n_ranks) * n_ranks}, or pass uneven=True"
             )
         rows = slice(rank * batch_size // n_ranks, (rank + 1) * batch_size // n_ranks)
+        share = None if part else n_ranks * (1 if context is None else context.size())
         super().__init__(
-            _Rows(samples, batch_size, rows, epochs, seed, shuffle, context), prefetch_factor=prefetch
+            _Rows(samples, batch_size, rows, epochs, seed, shuffle, context, share), prefetch_factor=prefetch
         )
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:

@@ -71,6 +71,17 @@ def test_each_round_starts_with_another_candidate():
     assert turns == "abcd" + "abcd" + "cdab"
 
 
+def test_a_candidate_is_timed_once_it_has_run_for_half_of_its_slot():
+    begins = {}
+
+    def run():  # slow at first, as on a device whose clock has not settled
+        begins.setdefault("first", time.perf_counter())
+        time.sleep(2e-3 if time.perf_counter() - begins["first"] < 0.05 else 1e-3)
+
+    settles = measure.measure({"settles": measure.Candidate(run=run)}, rounds=1, slot=0.2, device="cpu")[-1]
+    assert settles.n_timed > 50 and settles.seconds_p90 < 2e-3
+
+
 def test_a_candidate_that_raises_is_reported_and_the_others_are_timed():
     calls = iter(range(100))
 

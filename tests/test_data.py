@@ -280,6 +280,27 @@ def test_ranks_of_a_mesh_take_the_rows_of_one_batch_in_order():
         Loader(pack(numbered(90), 5), 9, part=(0, 2))
 
 
+def test_tokens_are_counted_over_the_ranks_that_the_batch_was_drawn_for():
+    def refusals(edp, ep, cp):
+        mesh = mk.make_mesh(edp=edp, ep=ep, device="cpu")
+        drawn_for = dict(context=mk.mesh.context_mesh(mesh, cp), mesh=mesh)
+        whole, drawn = (next(Loader(pack(numbered(90), 8), 8, **on)) for on in ({}, drawn_for))
+        mk.count_tokens(drawn, mesh=mesh)
+        said = []
+        for batch, ranks_counted in ((drawn, None), (whole, mesh)):
+            try:
+                mk.count_tokens(batch, mesh=ranks_counted)
+            except ValueError as e:
+                said.append(str(e).partition("; ")[0].partition("drawn for, ")[2])
+        return said
+
+    share = "of {} ranks that share it, got {}".format
+    for layout in ((2, 2, 1), (2, 2, 2)):
+        assert ranks(4)(refusals, *layout) == [[share(4, 1), share(1, 4)]] * 4
+    part = next(Loader(pack(numbered(90), 8), 8, part=(1, 4)))
+    assert mk.count_tokens(part).n_ranks is None  # whoever names a part counts as they like
+
+
 def test_a_slow_thread_of_before_does_not_move_the_loader_after_it():
     loader = Loader(pack(numbered(90), 5), 4)
     next(loader)

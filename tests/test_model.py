@@ -1,4 +1,5 @@
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import reference
@@ -9,6 +10,7 @@ from reference import close, draw, flat, named_grads, packed_batch, refuses, sma
 import moekit as mk
 from moekit import model
 from moekit.kernels.qk_norm_rope import rotate
+from moekit.tree import map_named
 
 HEADS = dict(n_heads=4, n_kv_heads=2)
 VARIANTS = {
@@ -237,6 +239,19 @@ def test_biases_reach_the_layers_that_have_experts_in_their_order():
     assert [r.counts.argmax().item() for r in routings] == [1, 4]
     assert all(bool((r.expert_ids[:, 0] == e).all()) for r, e in zip(routings, (1, 4), strict=True))
     close(hidden, reference.forward(params, batch.tokens, config=config, biases=biases)[0])
+
+
+def test_another_router_takes_the_place_of_route_in_every_layer():
+    config, batch = small_config(n_layers=3, norm="peri"), packed_batch()
+    params = params_of(config)
+    turned = map_named(lambda name, p: -p if name.endswith("router") else p, params)
+    block = partial(model.transformer_block, route=lambda router, x, **given: mk.route(-router, x, **given))
+    found, want = (
+        mk.next_token_loss(p, batch, config=config, block=b)
+        for p, b in ((params, block), (turned, model.transformer_block))
+    )
+    close(found[0], want[0])
+    assert torch.equal(found[1]["counts"], want[1]["counts"])
 
 
 def test_random_assignments_follow_the_sample_and_differ_between_layers_and_keys():
