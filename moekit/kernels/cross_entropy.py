@@ -3,7 +3,7 @@
 The Triton kernel gives each row to one program. The first pass over it finds the log-sum-exp, each lane with
 a running maximum of its own; the second, backwards over what was read last and may still be in the L2 cache,
 writes the gradient. So 6 bytes a logit move in bfloat16, 4 of them from and to memory where the cache holds
-the rows in flight; each loss of a row is written padded_positions, and summed in order.
+the rows in flight; each loss of a row is written apart, and summed in order.
 
 Axes: n rows, v vocabulary.
 """

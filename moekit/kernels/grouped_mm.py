@@ -225,16 +225,26 @@ def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor
             out.zero_()
         return
     size = rows.element_size()
-    # The memory system adds whole tiles of float32, where a tile is of one matrix.
-    quarters, fits = None, k % BLOCK_M == 0 and n % 4 == 0 and out.data_ptr() % 16 == 0
-    if is_hopper(rows) and add and out.dtype == torch.float32 and fits:
-        quarters = TensorDescriptor.from_tensor(out.view(e * k, n), [BLOCK_M, 128 // size])
+    adds = add and out.dtype == torch.float32
+    quarters = quarters_of(out, 512 // size) if adds else None
     _multiply_transposed[(n_processors(rows.device),)](
         *(rows, grad, out, quarters, offsets),
         **dict(n_groups=e, K=k, N=n, ADD=add),
         **dict(BLOCK_M=BLOCK_M, BLOCK_N=512 // size, BLOCK_R=BLOCK_BYTES // size),
         **dict(num_warps=8, num_stages=3),
     )
+
+
+def quarters_of(out: Tensor, block_n: int) -> Any:
+    """Return a descriptor of quarters of tiles, which the memory system stores or adds, where it can.
+
+    It adds float32 alone, and a tile has to be of one matrix.
+    """
+    e, k, n = out.shape
+    fits = k % BLOCK_M == 0 and n * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
+    if is_hopper(out) and out.dtype in (torch.float32, torch.bfloat16) and fits:
+        return TensorDescriptor.from_tensor(out.view(e * k, n), [BLOCK_M, block_n // 4])
+    return None
 
 
 # quack-kernels wants offsets with a leading 0, and the operands of a weight's gradient as columns.
@@ -308,7 +318,7 @@ register_flop_formula(
 
 
 @jit
-def _place(tile, n_m, n_n, GROUP: tl.constexpr):
+def place_of(tile, n_m, n_n, GROUP: tl.constexpr):
     """Return the row and column of a tile, neighbours in blocks of GROUP rows, for the L2 cache."""
     in_group = GROUP * n_n
     first = tile // in_group * GROUP
@@ -329,7 +339,7 @@ def _multiply(
         end = tl.load(offsets + e)
         n_m = (end - start + BLOCK_M - 1) // BLOCK_M
         while tile < seen + n_m * n_n:
-            m, n = _place(tile - seen, n_m, n_n, 16)
+            m, n = place_of(tile - seen, n_m, n_n, 16)
             row, column = start + m * BLOCK_M, n * BLOCK_N
             if row + BLOCK_M <= end:
                 out = _tile(a, b, e, row, column, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -383,7 +393,7 @@ def _multiply_transposed(
     n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     for tile in range(loop_bound(tl.program_id(0)), n_groups * n_m * n_n, loop_bound(tl.num_programs(0))):
         e = tile // (n_m * n_n)
-        m, n = _place(tile % (n_m * n_n), n_m, n_n, 16)
+        m, n = place_of(tile % (n_m * n_n), n_m, n_n, 16)
         start = tl.load(offsets + e - 1, mask=e > 0, other=0)
         end = tl.load(offsets + e)
         at, columns = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -394,19 +404,34 @@ def _multiply_transposed(
             x = tl.load(a + row * K + at[None, :], mask=inside & (at < K)[None, :], other=0.0)
             y = tl.load(b + row * N + columns[None, :], mask=inside & (columns < N)[None, :], other=0.0)
             total = tl.dot(x.T, y, total, input_precision="ieee")
-        if quarters is not None:
-            row, column = e * K + m * BLOCK_M, n * BLOCK_N
-            left, right = _halves(total, BLOCK_M, BLOCK_N)
-            for half in tl.static_range(2):
-                one, other = _halves(left if half == 0 else right, BLOCK_M, BLOCK_N // 2)
-                quarters.atomic_add([row, column + half * BLOCK_N // 2], one)
-                quarters.atomic_add([row, column + half * BLOCK_N // 2 + BLOCK_N // 4], other)
-        else:
-            place = out + e.to(tl.int64) * K * N + at.to(tl.int64)[:, None] * N + columns[None, :]
-            mask = (at < K)[:, None] & (columns < N)[None, :]
+        store_tile(total, out, quarters, e, m, n, K, N, ADD, BLOCK_M, BLOCK_N)
+
+
+@jit
+def store_tile(
+    tile, out, quarters, e, m, n,
+    K: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store tile (m, n) of matrix e, or add it to what is there: by the memory system, given quarters."""
+    if quarters is not None:
+        row = e * K + m * BLOCK_M
+        left, right = _halves(tile, BLOCK_M, BLOCK_N)
+        for half in tl.static_range(2):
+            one, other = _halves(left if half == 0 else right, BLOCK_M, BLOCK_N // 2)
+            column = n * BLOCK_N + half * BLOCK_N // 2
             if ADD:
-                total += tl.load(place, mask=mask, other=0.0).to(tl.float32)
-            tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+                quarters.atomic_add([row, column], one)
+                quarters.atomic_add([row, column + BLOCK_N // 4], other)
+            else:
+                quarters.store([row, column], one.to(quarters.dtype))
+                quarters.store([row, column + BLOCK_N // 4], other.to(quarters.dtype))
+    else:
+        at, columns = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
+        place = out + e.to(tl.int64) * K * N + at.to(tl.int64)[:, None] * N + columns[None, :]
+        mask = (at < K)[:, None] & (columns < N)[None, :]
+        if ADD:
+            tile += tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(place, tile.to(out.dtype.element_ty), mask=mask)
 
 
 @jit

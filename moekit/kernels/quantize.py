@@ -25,6 +25,7 @@ from moekit.kernels._backend import (
     use_triton,
 )
 
+STEP = 128  # rows that a product over rows takes at a time: groups of columns begin at its multiples
 SMALLEST = (
     1e-30  # of what is scaled to the largest element: less than any that matters; its inverse is finite
 )
@@ -218,15 +219,15 @@ def quantize_columns(
 ) -> Columns:
     """Round each column of each group of rows to a format. Not differentiable; no host sync.
 
-    Rows past the last offset may be anything, and are left out. Groups are padded to the block, or to 16, as
-    the hardware's products need.
+    Rows past the last offset may be anything, and are left out. Groups are padded to the block, or to what a
+    product over them takes a step.
     """
     (r, d), e = x.shape, len(offsets)
-    at, ends, room = padded_positions(offsets, r, form.block or 16)
+    ends, room = padded_ends(offsets, r, form.block or STEP)
     if has_kernel("quantize_columns", form, x, kernels):
-        row = torch.full((room + 1,), r, device=x.device).index_copy_(0, at, torch.arange(r, device=x.device))
-        values, scales = torch.ops.moekit.quantize_columns(x, row[:room], offsets, ends)
-        return Columns(values, scales, ends)
+        values, scales = torch.ops.moekit.quantize_columns(x, offsets, ends, room)
+        return Columns(values, scales.T, ends)
+    at = padded_positions(offsets, r, ends, room)
     kept = x.where((at < room)[:, None], 0)
     columns = x.new_zeros(room + 1, d).index_copy_(0, at, kept)[:room].T
     if form.block is not None:
@@ -240,21 +241,21 @@ def quantize_columns(
     return Columns(values.to(form.elements).contiguous(), scales, ends)
 
 
-def padded_positions(
-    offsets: Int[Tensor, " E"], n_rows: int, pad: int
-) -> tuple[Int[Tensor, " r"], Int[Tensor, " E"], int]:
-    """Return where rows go when each group begins at a multiple of ``pad``, its ends there, and the room.
-
-    The room, for any groups, is also where rows past the last offset go. No host sync.
-    """
+def padded_ends(offsets: Int[Tensor, " E"], n_rows: int, pad: int) -> tuple[Int[Tensor, " E"], int]:
+    """Return where groups end when each begins at a multiple of ``pad``, and room for any; no host sync."""
     counts = offsets.diff(prepend=offsets.new_zeros(1))
-    padded = (counts + pad - 1) // pad * pad
-    ends = padded.cumsum(0)
-    shift = (ends - padded) - (offsets - counts)  # of each group
-    room = -(-n_rows // pad) * pad + len(offsets) * pad
+    ends = ((counts + pad - 1) // pad * pad).cumsum(0)
+    return ends.int(), -(-n_rows // pad) * pad + len(offsets) * pad
+
+
+def padded_positions(
+    offsets: Int[Tensor, " E"], n_rows: int, ends: Int[Tensor, " E"], room: int
+) -> Int[Tensor, " r"]:
+    """Return where rows go in padded groups; those past the last offset go past the room. No host sync."""
+    zero = offsets.new_zeros(1)
+    shift = torch.cat([zero, ends[:-1]]) - torch.cat([zero, offsets[:-1]])  # of each group's first row
     row = torch.arange(n_rows, device=offsets.device)
-    at = (row + shift[_groups(row, offsets)]).where(row < offsets[-1], room)
-    return at, ends.int(), room
+    return (row + shift[_groups(row, offsets)]).where(row < offsets[-1], room)
 
 
 def _groups(row: Int[Tensor, " r"], ends: Int[Tensor, " E"]) -> Int[Tensor, " r"]:
@@ -284,33 +285,37 @@ def _quantized_like(x, end):
 
 
 @operator("moekit::quantize_columns")
-def _quantize_columns_op(x: Tensor, row: Tensor, offsets: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+def _quantize_columns_op(x: Tensor, offsets: Tensor, ends: Tensor, room: int) -> tuple[Tensor, Tensor]:
     x, offsets = x.contiguous(), offsets.contiguous()
-    (r, d), e, room = x.shape, len(offsets), len(row)
+    d, e = x.shape[1], len(offsets)
     largest = x.new_zeros(e, d, dtype=torch.int32)
-    values, scales = _columns_like(x, row, offsets, ends)
+    values, scales = _columns_like(x, offsets, ends, room)
     if values.numel():
-        options = dict(d=d, ROWS=64, COLUMNS=64, num_warps=4)
-        columns = -(-d // options["COLUMNS"])
-        _largest_of_columns[(columns, e, SPLITS)](x, offsets, largest, **options)
-        _scales_of_columns[(columns, e)](largest, scales, e, d=d, COLUMNS=64)
-        _transpose[(-(-room // options["ROWS"]), columns)](
-            *(x, row, ends, largest, values, r, room), **options, E=e, INTERPRETED=INTERPRETED
+        columns = -(-d // COLUMNS)
+        splits = max(PROGRAMS // (columns * e), 2)  # programs that share the rows of a group
+        options = dict(d=d, ROWS=32, COLUMNS=COLUMNS, num_warps=4)
+        _largest_of_columns[(columns, e, splits)](x, offsets, largest, **options)
+        _scales_of_columns[(columns, e)](largest, scales, d=d, COLUMNS=COLUMNS)
+        _transpose[(columns, room // STEP)](
+            *(x, offsets, ends, largest, values, e, room),
+            **dict(d=d, STEP=STEP, COLUMNS=COLUMNS, GROUPS=next_power_of_2(e), INTERPRETED=INTERPRETED),
+            num_warps=8,
         )
     return values, scales
 
 
 @_quantize_columns_op.register_fake
-def _columns_like(x, row, offsets, ends):
+def _columns_like(x, offsets, ends, room):
     d = x.shape[1]
     return (
-        x.new_empty(d, len(row), dtype=torch.float8_e4m3fn),
-        x.new_empty(d, len(offsets), dtype=torch.float32),
+        x.new_empty(d, room, dtype=torch.float8_e4m3fn),
+        x.new_empty(len(offsets), d, dtype=torch.float32),
     )
 
 
 WIDEST = 8192  # numbers that a program holds of a row
-SPLITS = 8  # programs that share the rows of a group
+PROGRAMS = 4096  # that read columns at least, where groups are few
+COLUMNS = 128  # of a program
 
 
 def warps_of_row(block: int) -> int:
@@ -378,41 +383,42 @@ def _largest_of_columns(x, offsets, largest, d: tl.constexpr, ROWS: tl.constexpr
     group = tl.program_id(1)
     start = tl.load(offsets + group - 1, mask=group > 0, other=0)
     end = tl.load(offsets + group)
-    most = tl.zeros((COLUMNS,), tl.int32)
+    most = tl.zeros((ROWS, COLUMNS), tl.int32)
     first = start + tl.program_id(2) * ROWS
     for at in range(loop_bound(first), loop_bound(end), loop_bound(tl.num_programs(2) * ROWS)):
         row = (at + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < end)[:, None] & (column < d)[None, :]
         value = tl.load(x + row[:, None] * d + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        most = tl.maximum(most, tl.max(magnitude(value), 0))
-    tl.atomic_max(largest + group * d + column, most, mask=column < d)  # of integers: any order will do
+        most = tl.maximum(most, magnitude(value))
+    tl.atomic_max(largest + group * d + column, tl.max(most, 0), mask=column < d)  # integers, in any order
 
 
 @jit
-def _scales_of_columns(largest, scales, e, d: tl.constexpr, COLUMNS: tl.constexpr):
+def _scales_of_columns(largest, scales, d: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    group = tl.program_id(1)
-    bits = tl.load(largest + group * d + column, mask=column < d, other=0)
-    scale, _ = scale_of_magnitude(bits)
-    tl.store(scales + column.to(tl.int64) * e + group, scale, mask=column < d)
+    at = tl.program_id(1) * d + column
+    scale, _ = scale_of_magnitude(tl.load(largest + at, mask=column < d, other=0))
+    tl.store(scales + at, scale, mask=column < d)
 
 
 @jit
 def _transpose(
-    x, row, ends, largest, values, r, room, d: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    E: tl.constexpr, INTERPRETED: tl.constexpr,
+    x, offsets, ends, largest, values, n_groups, room, d: tl.constexpr, STEP: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    source = tl.load(row + at, mask=at < room, other=r)
-    group = tl.zeros((ROWS,), tl.int32)
-    for e in range(E):
-        group += (at >= tl.load(ends + e)).to(tl.int32)
-    group = tl.minimum(group, E - 1)
-    inside = (source < r)[:, None] & (column < d)[None, :]
-    value = tl.load(x + source.to(tl.int64)[:, None] * d + column[None, :], mask=inside, other=0.0)
-    bits = tl.load(largest + group[:, None] * d + column[None, :], mask=inside, other=0)
+    first = tl.program_id(1) * STEP  # all of one group, which begins at a multiple of STEP
+    at, column = first + tl.arange(0, STEP), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    groups = tl.arange(0, GROUPS)
+    padded = tl.load(ends + groups, mask=groups < n_groups, other=room)
+    group = tl.sum((padded <= first).to(tl.int32))
+    begin = tl.load(ends + group - 1, mask=group > 0, other=0)
+    start = tl.load(offsets + group - 1, mask=group > 0, other=0)
+    end = tl.load(offsets + group, mask=group < n_groups, other=0)
+    row = start + (at - begin)
+    inside = (row < end)[:, None] & (column < d)[None, :]
+    value = tl.load(x + row.to(tl.int64)[:, None] * d + column[None, :], mask=inside, other=0.0)
+    bits = tl.load(largest + group * d + column, mask=(column < d) & (group < n_groups), other=0)
     _, inverse = scale_of_magnitude(bits)
-    low = to_fp8(value.to(tl.float32) * inverse, INTERPRETED)
+    low = to_fp8(value.to(tl.float32) * inverse[None, :], INTERPRETED)
     place = values + column.to(tl.int64)[:, None] * room + at[None, :]
-    tl.store(place, tl.trans(low), mask=(column < d)[:, None] & (at < room)[None, :])
+    tl.store(place, tl.trans(low), mask=(column < d)[:, None])

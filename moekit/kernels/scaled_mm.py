@@ -18,15 +18,32 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from moekit.kernels._backend import check_shapes, operator
-from moekit.kernels.grouped_mm import grouped_mm, grouped_weight_grad
+from moekit.kernels._backend import (
+    TensorDescriptor,
+    check_shapes,
+    jit,
+    loop_bound,
+    n_processors,
+    operator,
+    tl,
+)
+from moekit.kernels.grouped_mm import (
+    BLOCK_M,
+    grouped_mm,
+    grouped_weight_grad,
+    place_of,
+    quarters_of,
+    store_tile,
+)
 from moekit.kernels.quantize import (
     MX,
     ROWWISE,
+    STEP,
     Columns,
     Format,
     Quantized,
     dequantize,
+    padded_ends,
     padded_positions,
 )
 
@@ -90,15 +107,15 @@ def scaled_weight_grad(
     (k, r), n = rows.values.shape, len(grad.values)
     check_shapes("scaled_weight_grad", grad=(grad.values, (n, r)), into=(into, (len(rows.ends), k, n)))
     if _is_native(kernels, rows, dtype):
-        product = torch.ops.moekit.native_weight_grad(
-            rows.values, rows.scales, grad.values, grad.scales, rows.ends, dtype
-        )
-    else:
-        wide = _exact_in(rows, dtype)
-        product = grouped_weight_grad(
-            rows.wide(wide), grad.wide(wide), rows.ends, kernels=_plain(wide, rows.ends)
-        )
-        assert product is not None  # there is no buffer
+        operands = (rows.values, rows.scales, grad.values, grad.scales, rows.ends)
+        if into is not None:
+            return torch.ops.moekit.scaled_weight_grad_into(*operands, into)
+        return torch.ops.moekit.scaled_weight_grad(*operands, dtype)
+    wide = _exact_in(rows, dtype)
+    product = grouped_weight_grad(
+        rows.wide(wide), grad.wide(wide), rows.ends, kernels=_plain(wide, rows.ends)
+    )
+    assert product is not None  # there is no buffer
     if into is None:
         return product.to(dtype)
     into.add_(product)
@@ -195,25 +212,6 @@ def _native_mm_like(x, scales, weights, weight_scales, offsets, dtype):
     return x.new_empty(len(x), weights.shape[-2], dtype=dtype)
 
 
-@operator("moekit::native_weight_grad")
-def _native_weight_grad_op(
-    rows: Tensor, scales: Tensor, grad: Tensor, grad_scales: Tensor, ends: Tensor, dtype: torch.dtype
-) -> Tensor:
-    scales, grad_scales = (x.T.contiguous().view(-1) for x in (scales, grad_scales))
-    recipe = functional.ScalingType.RowWise
-    return functional.scaled_grouped_mm(
-        *(rows, grad.T, scales, recipe, grad_scales, recipe),
-        offs=ends,
-        output_dtype=dtype,
-        use_fast_accum=True,
-    )
-
-
-@_native_weight_grad_op.register_fake
-def _(rows, scales, grad, grad_scales, ends, dtype):
-    return rows.new_empty(len(ends), len(rows), len(grad), dtype=dtype)
-
-
 TILE = 128  # rows of scales that the hardware reads together, with four columns
 
 
@@ -234,12 +232,86 @@ def swizzle(scales: Shaped[Tensor, "*E n b"]) -> Shaped[Tensor, "*E n1 b1"]:
 
 def pad_groups(scales: Shaped[Tensor, "r b"], offsets: Int[Tensor, " E"]) -> Shaped[Tensor, "R b"]:
     """Let the rows of each group begin at a tile, with room for any groups; no host sync."""
-    at, _, room = padded_positions(offsets, len(scales), TILE)
+    ends, room = padded_ends(offsets, len(scales), TILE)
+    at = padded_positions(offsets, len(scales), ends, room)
     out = scales.new_zeros(room + 1, scales.shape[1], dtype=torch.uint8)
     return out.index_copy_(0, at, scales.view(torch.uint8))[:room].view(scales.dtype)
 
 
+# --- Triton's product over tokens -----------------------------------------------------
+
+
+@operator("moekit::scaled_weight_grad")
+def _weight_grad_op(
+    rows: Tensor, scales: Tensor, grad: Tensor, grad_scales: Tensor, ends: Tensor, dtype: torch.dtype
+) -> Tensor:
+    out = _weight_grad_like(rows, scales, grad, grad_scales, ends, dtype)
+    _launch_weight_grad(rows, scales, grad, grad_scales, ends, out, add=False)
+    return out
+
+
+@_weight_grad_op.register_fake
+def _weight_grad_like(rows, scales, grad, grad_scales, ends, dtype):
+    return rows.new_empty(len(ends), len(rows), len(grad), dtype=dtype)
+
+
+@operator("moekit::scaled_weight_grad_into", mutates_args=("into",))
+def _weight_grad_into_op(
+    rows: Tensor, scales: Tensor, grad: Tensor, grad_scales: Tensor, ends: Tensor, into: Tensor
+) -> None:
+    _launch_weight_grad(rows, scales, grad, grad_scales, ends, into, add=True)
+
+
+@_weight_grad_into_op.register_fake
+def _(rows, scales, grad, grad_scales, ends, into):
+    return None
+
+
+def _launch_weight_grad(
+    rows: Tensor, scales: Tensor, grad: Tensor, grad_scales: Tensor, ends: Tensor, out: Tensor, *, add: bool
+) -> None:
+    if not out.is_contiguous():
+        raise ValueError(f"scaled_weight_grad needs a contiguous buffer, got strides {out.stride()}")
+    e, k, n = out.shape
+    if not out.numel():
+        return
+    adds = not add or out.dtype == torch.float32
+    is_long = rows.shape[1] >= 2048 * e  # else two programs a processor hide the ends of each other's groups
+    block_n, n_programs, n_warps, n_stages = (256, 1, 8, 4) if is_long else (128, 2, 4, 3)
+    _multiply_columns[(n_programs * n_processors(rows.device),)](
+        TensorDescriptor.from_tensor(rows, [BLOCK_M, STEP]),
+        TensorDescriptor.from_tensor(grad, [block_n, STEP]),
+        *(scales.T.contiguous(), grad_scales.T.contiguous(), out),
+        *(quarters_of(out, block_n) if adds else None, ends),
+        **dict(n_groups=e, K=k, N=n, ADD=add, BLOCK_M=BLOCK_M, BLOCK_N=block_n, STEP=STEP),
+        **dict(num_warps=n_warps, num_stages=n_stages),
+    )
+
+
+@jit
+def _multiply_columns(
+    a, b, a_scales, b_scales, out, quarters, ends,
+    n_groups: tl.constexpr, K: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    n_m: tl.constexpr = (K + BLOCK_M - 1) // BLOCK_M
+    n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    for tile in range(loop_bound(tl.program_id(0)), n_groups * n_m * n_n, loop_bound(tl.num_programs(0))):
+        e = tile // (n_m * n_n)
+        m, n = place_of(tile % (n_m * n_n), n_m, n_n, 16)
+        start = tl.load(ends + e - 1, mask=e > 0, other=0)
+        end = tl.load(ends + e)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for row in range(loop_bound(start), loop_bound(end), STEP):  # groups are padded to whole steps
+            total = tl.dot(a.load([m * BLOCK_M, row]), b.load([n * BLOCK_N, row]).T, total)
+        at, columns = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
+        by_row = tl.load(a_scales + e * K + at, mask=at < K, other=0.0)
+        by_column = tl.load(b_scales + e * N + columns, mask=columns < N, other=0.0)
+        total = total * by_row[:, None] * by_column[None, :]
+        store_tile(total, out, quarters, e, m, n, K, N, ADD, BLOCK_M, BLOCK_N)
+
+
 register_flop_formula([torch.ops.moekit.native_mm])(lambda x, _, w, *__, **___: 2 * x[0] * x[1] * w[-2])
-register_flop_formula([torch.ops.moekit.native_weight_grad])(
+register_flop_formula([torch.ops.moekit.scaled_weight_grad, torch.ops.moekit.scaled_weight_grad_into])(
     lambda a, _, b, *__, **___: 2 * a[0] * a[1] * b[0]
 )

@@ -62,6 +62,9 @@ def test_weights_gradients_are_those_of_the_rounded_numbers():
     got, want = (scaled_weight_grad(*columns, dtype=torch.bfloat16, kernels=k) for k in ("native", "torch"))
     close(got, want)
     assert not got[1].any()
+    into = torch.ones(E, K, N, device="cuda")
+    assert scaled_weight_grad(*columns, dtype=torch.bfloat16, into=into, kernels="native") is None
+    close(into - 1, want)
 
 
 def layer(policy, **options):

@@ -7,6 +7,7 @@ from reference import draw, refuses
 from moekit.kernels.quantize import (
     MX,
     ROWWISE,
+    STEP,
     Format,
     dequantize,
     quantize,
@@ -116,12 +117,12 @@ def test_the_kernel_gives_the_bits_of_the_reference(d, dtype):
 
 
 @pytest.mark.parametrize("form", [ROWWISE, MX, FORMATS["mxfp8 e5m2"]], ids=["rowwise", "mx", "e5m2"])
-@pytest.mark.parametrize("counts", [[3, 0, 40, 16], [0, 0, 64, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+@pytest.mark.parametrize("counts", [[3, 0, 40, 160], [0, 0, 128, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
 def test_columns_are_rounded_along_the_rows_of_their_group(form, counts):
     ends = torch.tensor(counts).cumsum(0)
     x = torch.cat([draw(int(ends[-1]), 5, dtype=torch.float32), torch.full((6, 5), NAN)])
     got = quantize_columns(x, ends.int(), form)
-    wide, pad = got.wide(torch.float32), form.block or 16
+    wide, pad = got.wide(torch.float32), form.block or STEP
     starts = got.ends - (torch.tensor(counts) + pad - 1) // pad * pad
     for start, count, group in zip(starts.tolist(), counts, x[: ends[-1]].split(counts), strict=True):
         alone = torch.cat([group, group.new_zeros(-count % pad, 5)]).T.contiguous()

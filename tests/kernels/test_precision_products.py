@@ -98,6 +98,25 @@ def test_weights_gradients_sum_over_the_rows_of_their_group(form, dtype):
     assert error(into - 1, exact) <= (2**-7 if dtype == torch.bfloat16 else 1e-6)
 
 
+@pytest.mark.parametrize(("k", "n"), [(128, 256), (144, 272)])
+@pytest.mark.parametrize("counts", [[150, 0, 3], [0, 0, 0], [0, 0, 128]])
+def test_the_kernel_of_weights_gradients_sums_as_the_reference_does(k, n, counts):
+    pytest.importorskip("triton")
+    ends, r = torch.tensor(counts).cumsum(0).int(), sum(counts)
+    x, grad = draw(r + 4, k, dtype=torch.bfloat16), draw(r + 4, n, seed=1, dtype=torch.bfloat16)
+    columns = [quantize_columns(z, ends, ROWWISE) for z in (x, grad)]
+    for values, _, padded in columns:
+        values[:, padded[-1] :] = NAN  # what stands past the last group is not read
+    want = scaled_weight_grad(*columns, dtype=torch.float32, kernels="torch")
+    got = scaled_weight_grad(*columns, dtype=torch.bfloat16, kernels="native")
+    assert got.dtype == torch.bfloat16 and not got[1].any()
+    close(got.float(), want, 2**-7)
+    for dtype, most in ((torch.float32, 1e-4), (torch.bfloat16, 2**-6)):
+        into = torch.ones(3, k, n, dtype=dtype)
+        assert scaled_weight_grad(*columns, dtype=torch.bfloat16, into=into, kernels="native") is None
+        close(into.float() - 1, want, most)
+
+
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @EACH
 @pytest.mark.parametrize("shape", [(0, 32), (2, 5, 64), (3, 1504)])
