@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from scripts import as_main, on_ranks
 
 import moekit as mk
 from moekit import _moe
-from moekit.kernels import grouped_mm
+from moekit.kernels import grouped_mm, quantize
 from moekit.testing import ranks
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -394,6 +395,13 @@ def test_kernels_that_scatter_are_told_from_those_that_only_convert():
     names = dict(_quantize=1, _scatter_quantized=2, _scatter=4, _backward=1)
     seconds = names | {"void at::native::float8_copy_kernel_cuda": 2}
     assert precision.converting(seconds) == dict(converting=0.3, converting_or_scattering=0.5)
+
+
+def test_every_kernel_that_rounds_counts_as_converting():
+    launched = re.findall(r"(\w+)\[\(", Path(quantize.__file__).read_text())
+    assert len(launched) == 4
+    for name in launched:
+        assert precision.converting({name: 1.0, "product": 3.0})["converting"] == 0.25
 
 
 def test_what_surrounds_torchaos_product_is_a_layer():

@@ -294,9 +294,9 @@ def _quantize_columns_op(x: Tensor, offsets: Tensor, ends: Tensor, room: int) ->
         columns = -(-d // COLUMNS)
         splits = max(PROGRAMS // (columns * e), 2)  # programs that share the rows of a group
         options = dict(d=d, ROWS=32, COLUMNS=COLUMNS, num_warps=4)
-        _largest_of_columns[(columns, e, splits)](x, offsets, largest, **options)
-        _scales_of_columns[(columns, e)](largest, scales, d=d, COLUMNS=COLUMNS)
-        _transpose[(columns, room // STEP)](
+        _quantize_largest[(columns, e, splits)](x, offsets, largest, **options)
+        _quantize_scales[(columns, e)](largest, scales, d=d, COLUMNS=COLUMNS)
+        _quantize_transpose[(columns, room // STEP)](
             *(x, offsets, ends, largest, values, e, room),
             **dict(d=d, STEP=STEP, COLUMNS=COLUMNS, GROUPS=next_power_of_2(e), INTERPRETED=INTERPRETED),
             num_warps=8,
@@ -378,7 +378,7 @@ def _quantize(
 
 
 @jit
-def _largest_of_columns(x, offsets, largest, d: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _quantize_largest(x, offsets, largest, d: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     group = tl.program_id(1)
     start = tl.load(offsets + group - 1, mask=group > 0, other=0)
@@ -394,7 +394,7 @@ def _largest_of_columns(x, offsets, largest, d: tl.constexpr, ROWS: tl.constexpr
 
 
 @jit
-def _scales_of_columns(largest, scales, d: tl.constexpr, COLUMNS: tl.constexpr):
+def _quantize_scales(largest, scales, d: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = tl.program_id(1) * d + column
     scale, _ = scale_of_magnitude(tl.load(largest + at, mask=column < d, other=0))
@@ -402,7 +402,7 @@ def _scales_of_columns(largest, scales, d: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @jit
-def _transpose(
+def _quantize_transpose(
     x, offsets, ends, largest, values, n_groups, room, d: tl.constexpr, STEP: tl.constexpr,
     COLUMNS: tl.constexpr, GROUPS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
