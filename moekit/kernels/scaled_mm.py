@@ -1,8 +1,8 @@
 """Products of eight-bit numbers: rows with a matrix, groups of rows with theirs, and weights' gradients.
 
 ``kernels="torch"`` defines them: elements times scales, multiplied as bfloat16 where scales are powers of two
-and the result is bfloat16, else as float32; both hold them exactly. ``"native"`` uses a device's units for eight
-bits: torch's products, and a Triton kernel for weights' gradients, which it can add to a buffer.
+and the result is bfloat16, else as float32; both hold them exactly. ``"native"`` uses a device's units for
+eight bits: torch's products, and a Triton kernel for weights' gradients, which can add them to a buffer.
 
 What is summed over comes last in both operands: a matrix (K, N) is kept as (N, K).
 
