@@ -61,6 +61,7 @@ model = mk.ModelConfig(
     balance_weight=0.01, router_z_weight=1e-4, head_z_weight=1e-4,
 )  # fmt: skip
 
+block = mk.model.transformer_block  # one with a router of your own: docs/loop.md
 layout = layouts.check_recipe(model, cfg)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -82,7 +83,7 @@ def build():
     held: dict[str, Any] = dict(params=params, state=optimizer.init(params), biases=biases)
 
     policy = mk.precision.preset(cfg.precision, emulate=True)
-    loss_fn = partial(mk.next_token_loss, config=model, precision=policy, mesh=mesh)
+    loss_fn = partial(mk.next_token_loss, config=model, block=block, precision=policy, mesh=mesh)
     grad_fn = mk.accumulate(mk.value_and_grad(loss_fn, has_aux=True), layout.n_microbatches)
 
     def train_step(held, batch, step):
@@ -120,7 +121,9 @@ def bits_per_byte(samples):
     n_targets = torch.zeros((), dtype=torch.int64, device=device)
     for batch in data.Loader(samples, 64, shuffle=False, epochs=1, uneven=True, mesh=mesh):
         batch = mk.count_tokens(batch.to(device), mesh=mesh)
-        _, stats = mk.next_token_loss(held["params"], batch, config=model, biases=held["biases"], mesh=mesh)
+        _, stats = mk.next_token_loss(
+            held["params"], batch, config=model, block=block, biases=held["biases"], mesh=mesh
+        )
         stats = mk.mesh.sum_over_ranks(stats, mesh=mesh)
         nats += stats["cross_entropy"] * stats["n_targets"]
         n_targets += stats["n_targets"]
@@ -162,8 +165,9 @@ bpb = bits_per_byte(held_out_samples)
 prompt = torch.tensor([tokenizer.encode("def ")], device=device)
 key = mk.random.make_key(cfg.seed, device)
 new = mk.generate(
-    held["params"], prompt, cfg.sample_bytes, config=model, key=key, biases=held["biases"], mesh=mesh
-)
+    held["params"], prompt, cfg.sample_bytes, config=model, key=key, block=block, biases=held["biases"],
+    mesh=mesh,
+)  # fmt: skip
 if rank == 0:
     trigram = corpora.trigram_bits_per_byte(train_files.values(), held_out_files.values())
     run.log({"held_out/bits_per_byte": bpb, "held_out/trigram_bits_per_byte": trigram}, step=step)
