@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from moekit._dispatch import Transport, Via, combine, dispatch
-from moekit._made_for import MadeFor
+from moekit._dispatch import Via, combine, dispatch
 from moekit._route import Routing
 from moekit.kernels.permute import count_experts
 from moekit.testing._kernels import relative_error
@@ -86,7 +85,7 @@ def _check(
                 most = max(1, *map(n_tokens, range(world)))
                 try:
                     via = transport
-                    if not isinstance(via, str | Transport | MadeFor):
+                    if callable(via):
                         via = via(mesh, n_tokens=most, **sizes)
                     first, second = (_run(via, ids, n_experts, dtype, d_model, mesh, where) for _ in range(2))
                 except Exception as error:
@@ -161,7 +160,11 @@ def _run(
     rows = torch.cat([(sent.rows[:valid].to(above) * factors[experts, None]).to(dtype), tail])
     y = combine(rows, sent)
     assert sent.rows.dtype == y.dtype == dtype, f"dtype ({where}): {sent.rows.dtype} and {y.dtype}"
-    grads = torch.autograd.grad(y, (x, weights, factors), out_grad)
+    inputs = {"tokens": x, "weights": weights, "rows": factors}  # factors: by way of the rows
+    assert y.requires_grad, f"output ({where}): nothing to differentiate, wanted {', '.join(inputs)}"
+    grads = torch.autograd.grad(y, tuple(inputs.values()), out_grad, allow_unused=True)
+    for name, grad in zip(inputs, grads, strict=True):
+        assert grad is not None, f"gradient of the {name} ({where}): none, the output does not depend on them"
 
     x64, w64, f64 = (z.detach().double().requires_grad_() for z in (x, weights, factors))
     want = (x64[:, None] * (w64 * f64[ids])[..., None]).sum(1)

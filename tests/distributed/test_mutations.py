@@ -147,6 +147,14 @@ def in_float32(rows, weights, plan, mesh):
     return RETURN(rows.to(weights.dtype), weights, plan, mesh)
 
 
+def without_weights(rows, weights, plan, mesh):
+    return RETURN(rows, weights.detach(), plan, mesh)
+
+
+def without_graph(rows, weights, plan, mesh):
+    return RETURN(rows, weights, plan, mesh).detach()
+
+
 def says_it_dropped_some(x, routing, mesh):
     return *SEND(x, routing, mesh), torch.ones_like(routing.counts)
 
@@ -160,6 +168,11 @@ BROKEN = {
     "swaps two rows on the way home": (mk.Transport(SEND, swap_back), "output .even"),
     "gives int64 offsets": (mk.Transport(long_offsets, RETURN), "offsets .even.*int64, wanted torch.int32"),
     "gives another dtype": (mk.Transport(SEND, in_float32), "dtype .even.*bfloat16"),
+    "has no gradient of the weights": (
+        mk.Transport(SEND, without_weights),
+        "gradient of the weights .even.*none",
+    ),
+    "has no gradient": (mk.Transport(SEND, without_graph), "output .even.*nothing to differentiate"),
 }
 
 
