@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -66,6 +67,16 @@ def test_a_run_is_offline_where_nobody_is_logged_in_and_keeps_what_is_logged(tmp
     while b"summary/best_loss" not in written.read_bytes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert b"summary/best_loss" in written.read_bytes()
+
+
+def test_the_configuration_is_a_dataclass_or_a_mapping_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    tracking.start_run({"lr": 0.25}, project="p", folder=tmp_path / "run").finish()
+    assert json.loads((tmp_path / "run" / "config.json").read_text()) == {"lr": 0.25}
+    for config in (SimpleNamespace(lr=0.25), Config):
+        with pytest.raises(TypeError, match="start_run needs a dataclass or a mapping as config, got "):
+            tracking.start_run(config, project="p", folder=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_run_that_continues_has_the_id_of_the_folder_and_a_new_one_another(tmp_path):

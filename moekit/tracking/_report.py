@@ -31,6 +31,7 @@ pre {{ background: #f4f4f4; padding: 1em; overflow-x: auto }}
 {summary}
 </table>
 {images}
+<p>What the names mean, e.g. those of what ranks wait for: docs/metrics.md of moekit.</p>
 <h2>Configuration</h2>
 <pre>{config}</pre>
 </body></html>

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def start_run(
 
     Parameters
     ----------
-    config : dataclass
+    config : dataclass or mapping
         Logged whole, also to ``config.json``.
     project : str
         Name of the project.
@@ -157,20 +157,34 @@ def start_run(
 
     Raises
     ------
+    TypeError
+        For a config of another type.
     ValueError
         As :class:`Run` does.
     """
+    fields = _fields(config)
     if mesh is not None and dist.get_rank():
         return Run(None)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     run = Run(folder, resume=resume)
-    (folder / "config.json").write_text(json.dumps(asdict(config), default=str, indent=1) + "\n")
-    run.wandb = _start_wandb(config, project, folder, resume)
+    (folder / "config.json").write_text(json.dumps(fields, default=str, indent=1) + "\n")
+    run.wandb = _start_wandb(fields, project, folder, resume)
     return run
 
 
-def _start_wandb(config: Any, project: str, folder: Path, resume: bool) -> Any:
+def _fields(config: Any) -> dict[str, Any]:
+    if is_dataclass(config) and not isinstance(config, type):
+        return asdict(config)
+    if isinstance(config, Mapping):
+        return dict(config)
+    raise TypeError(
+        f"start_run needs a dataclass or a mapping as config, got {type(config).__name__}; of argparse pass "
+        "vars(args)"
+    )
+
+
+def _start_wandb(config: dict[str, Any], project: str, folder: Path, resume: bool) -> Any:
     if os.environ.get("WANDB_MODE") == "disabled":
         return None  # wandb's own switch, read here so as not to import it, which takes a second
     try:
@@ -187,7 +201,7 @@ def _start_wandb(config: Any, project: str, folder: Path, resume: bool) -> Any:
     return wandb.init(
         project=project,
         dir=str(folder),
-        config=asdict(config),
+        config=config,
         id=known.read_text(),
         resume="allow" if mode == "online" and resume else None,
         mode=mode,
