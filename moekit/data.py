@@ -234,6 +234,7 @@ class Loader(nodes.Prefetcher[Batch]):
             )
         rows = slice(rank * batch_size // n_ranks, (rank + 1) * batch_size // n_ranks)
         share = None if part else n_ranks * (1 if context is None else context.size())
+        self._samples = samples
         super().__init__(
             _Rows(samples, batch_size, rows, epochs, seed, shuffle, context, share), prefetch_factor=prefetch
         )
@@ -255,6 +256,12 @@ class Loader(nodes.Prefetcher[Batch]):
     def get_state(self) -> dict[str, Any]:
         """Return the place of the next sample, whatever was made ahead."""
         return super().get_state()["snapshot"]
+
+    @property
+    def n_tokens(self) -> int:
+        """Positions of all batches of this pass so far, padding too, of all ranks and before a resume."""
+        state = self.state_dict()
+        return (state["epoch"] * len(self._samples) + state["sample"]) * self._samples.seq_len
 
     def next(self) -> Batch:
         """Return the next batch; at the end of a pass go back to the start."""

@@ -149,7 +149,7 @@ if torch.distributed.get_rank() == 0:
     print(f"{[len(stage.layers) for stage in stages]} layers a stage, bubble {bubble:.1%}")
 progress = tracking.Progress(
     run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len,
-    config=model, seq_len=cfg.seq_len, mesh=mesh,
+    tokens=loader.n_tokens, config=model, seq_len=cfg.seq_len, mesh=mesh,
     stages=[[stages[i] for i in schedule.stages_of(rank)] for rank in range(cfg.pp)],
 )  # fmt: skip
 for step in profiling.traced(progress, cfg.profile, folder=cfg.folder):

@@ -145,7 +145,7 @@ if saved := checkpoint.resume(cfg.folder, snapshot(step), wanted=cfg.resume, con
 run = tracking.start_run(cfg, project="moekit", folder=cfg.folder, resume=cfg.resume, mesh=mesh)
 progress = tracking.Progress(
     run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len,
-    config=model, seq_len=cfg.seq_len, mesh=mesh,
+    tokens=loader.n_tokens, config=model, seq_len=cfg.seq_len, mesh=mesh,
 )  # fmt: skip
 for step in profiling.traced(progress, cfg.profile, folder=cfg.folder):
     stats = train_step(held, next(loader).to(device), step)

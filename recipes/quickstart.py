@@ -146,7 +146,7 @@ run = tracking.start_run(cfg, project="moekit-quickstart", folder=cfg.folder, re
 
 progress = tracking.Progress(
     run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len,
-    token="byte", config=model, seq_len=cfg.seq_len, mesh=mesh,
+    token="byte", tokens=loader.n_tokens, config=model, seq_len=cfg.seq_len, mesh=mesh,
 )  # fmt: skip
 for step in profiling.traced(progress, cfg.profile, folder=cfg.folder):
     stats = train_step(held, next(loader).to(device), step)

@@ -165,7 +165,7 @@ if rank == 0:
 
 progress = tracking.Progress(
     run, cfg.n_steps, start=step, every=cfg.log_every, tokens_per_step=cfg.batch_size * cfg.seq_len,
-    config=model, seq_len=cfg.seq_len, mesh=mesh,
+    tokens=loader.n_tokens, config=model, seq_len=cfg.seq_len, mesh=mesh,
 )  # fmt: skip
 for step in profiling.traced(progress, cfg.profile, folder=cfg.folder):
     stats = train_step(held, next(loader).to(device), step)

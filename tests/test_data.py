@@ -184,6 +184,17 @@ def test_resume_with_another_batch_size_repeats_and_loses_nothing():
     assert_equal(joined([*first, *rest]), joined(take(Loader(samples, 12), 3)))
 
 
+def test_tokens_are_counted_over_passes_and_batch_sizes():
+    samples = pack(numbered(90), 5)  # 18
+    loader = Loader(samples, 4, part=(1, 2))
+    take(loader, 6)  # of all ranks 24
+    other = Loader(samples, 6)
+    assert other.n_tokens == 0
+    other.load_state_dict(loader.state_dict())
+    take(other, 1)
+    assert loader.n_tokens == 24 * 5 and other.n_tokens == 30 * 5
+
+
 def test_a_batch_that_spans_epochs_drops_no_sample():
     samples = pack(numbered(36), 5)  # 7 samples
     ids = joined(take(Loader(samples, 4, seed=5), 7))["sample_ids"].view(4, 7)

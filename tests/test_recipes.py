@@ -19,7 +19,7 @@ import train_forever
 from kill import after_lines, in_save, kill_tree, kill_when
 from scripts import as_main, on_ranks
 
-from moekit import checkpoint, dryrun
+from moekit import checkpoint, dryrun, tracking
 from moekit.testing import ranks
 
 ROOT = Path(__file__).parent.parent
@@ -75,6 +75,16 @@ def test_quickstart_continues_with_the_same_bits_after_a_stop(tmp_path):
     assert checksums(tmp_path / "other" / "step-000004") == want
     with pytest.raises(RuntimeError, match=r"holds step-000004; continue it \(--resume\)"):
         on_ranks(1, *common, tmp_path / "other")
+
+
+def test_tokens_go_on_from_those_of_a_run_with_another_batch_size(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    common = [RECIPES / "quickstart.py", *SMALL, "--text", texts(tmp_path / "text"), "--log-every", 1]
+    common += ["--save-every", 2, "--folder", tmp_path / "run"]
+    as_main(*common, "--n-steps", 2)
+    as_main(*common, "--n-steps", 4, "--batch-size", 2, "--resume")
+    tokens = [record["tokens"] // 64 for record in tracking.read_metrics(tmp_path / "run").values()]
+    assert tokens == [8, 16, 18, 20]
 
 
 def torchrun(n, *command, **how):

@@ -273,14 +273,17 @@ def stats_of(step=0, counts=((3, 1),), **more):
     return {"cross_entropy": torch.tensor(2.0 + step), "counts": torch.tensor(counts), **more}
 
 
-def test_progress_counts_on_from_a_step_and_logs_those_that_are_due_and_the_last(capsys, monkeypatch):
+@pytest.mark.parametrize(("before", "tokens"), [({}, 30), (dict(tokens=99), 99)])
+def test_progress_counts_on_from_a_step_and_logs_those_that_are_due_and_the_last(
+    before, tokens, capsys, monkeypatch
+):
     now = [100.0]
     monkeypatch.setattr(_progress.time, "perf_counter", lambda: now[0])
     records = Records()
     config = mk.preset("tiny")
     peak = mk.plan.flops_per_token(config, 8) * 10  # ten tokens a second
     progress = tracking.Progress(
-        records, 8, start=3, every=2, tokens_per_step=10, config=config, seq_len=8, peak_flops=peak
+        records, 8, start=3, every=2, tokens_per_step=10, **before, config=config, seq_len=8, peak_flops=peak
     )
     seen = []
     for step in progress:
@@ -295,7 +298,7 @@ def test_progress_counts_on_from_a_step_and_logs_those_that_are_due_and_the_last
     assert seen == [4, 5, 6, 7, 8]
     assert [(step, figures["loss"]) for step, figures in records] == [(4, 6.0), (6, 8.0), (8, 10.0)]
     for step, figures in records:
-        assert figures["user"] == 0.5 and figures["tokens"] == 10 * step
+        assert figures["user"] == 0.5 and figures["tokens"] == tokens + 10 * (step - 3)
         assert figures["bits_per_token"] == figures["loss"] / math.log(2)
         assert figures["speed/tokens_per_second"] == 5.0
         assert figures["speed/mfu"] == pytest.approx(0.5)

@@ -45,6 +45,9 @@ class Progress:
         Steps between records; the last step has one too.
     tokens_per_step : int
         Of the global batch.
+    tokens : int, optional
+        Those of the steps before, as :attr:`moekit.data.Loader.n_tokens` knows them; by default steps before
+        had as many as those to come.
     token : str
         What a token is, for printing, e.g. ``"byte"``.
     config : ModelConfig, optional
@@ -81,6 +84,7 @@ class Progress:
         start: int = 0,
         every: int = 10,
         tokens_per_step: int,
+        tokens: int | None = None,
         token: str = "token",
         config: ModelConfig | None = None,
         seq_len: int | None = None,
@@ -92,6 +96,7 @@ class Progress:
             raise ValueError(f"Progress needs every >= 1, got {every}")
         self.run, self.n_steps, self.every, self.step = run, n_steps, every, start
         self.tokens_per_step, self.token, self.config = tokens_per_step, token, config
+        self._more_before = 0 if tokens is None else tokens - start * tokens_per_step
         self.rank, n_ranks = (0, 1) if mesh is None else (dist.get_rank(), mesh.size())
         self.ep = 1 if mesh is None else mesh["ep"].size()
         n, got = 1 if mesh is None else n_ranks // mesh["edp", "ep"].size(), len(stages or [()])
@@ -215,7 +220,7 @@ class Progress:
         figures: dict[str, Any] = {
             "loss": loss,
             f"bits_per_{self.token}": loss / LN2,
-            "tokens": due.step * self.tokens_per_step,
+            "tokens": due.step * self.tokens_per_step + self._more_before,
             "speed/tokens_per_second": rate,
         }
         flops, ms_per_row = rate * self.flops, None
