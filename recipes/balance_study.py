@@ -118,7 +118,8 @@ def joined(batches, order):
     """Return the rows of all domains as one batch: a domain after the other, or in turn."""
     n = torch.arange(len(batches) * cfg.rows_per_domain)
     rows = n if order == "sorted" else n.view(len(batches), -1).T.flatten()
-    together = tree_map(lambda *parts: torch.cat(parts)[rows], *batches)
+    drawn = (replace(batch, n_ranks=None) for batch in batches)  # none was the whole
+    together = tree_map(lambda *parts: torch.cat(parts)[rows], *drawn)
     return mk.count_tokens(replace(together, sample_ids=n[rows]).to(device))
 
 
