@@ -48,12 +48,15 @@ class Config:
     lr: float = 3e-3
     seed: int = 0
     ways: tuple[str, ...] = ()  # by default all
-    quick: bool = False  # 40 steps, by default of three ways
+    quick: bool = False  # by default 40 steps, and three ways
     json: Path = Path("runs/balance_study.json")
     plot: Path = Path("runs/balance_study.png")
 
 
 cfg = tyro.cli(Config, description=__doc__)
+if cfg.quick:  # other defaults; what is given wins
+    some = ("batch, mixed", "batch", "micro-batch, ranks")
+    cfg = tyro.cli(Config, default=Config(quick=True, n_steps=40, ways=some))
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 base = mk.ModelConfig(
     vocab_size=257, d_model=128, n_layers=3, n_heads=4, n_kv_heads=2, d_head=32, n_dense_layers=1,
@@ -74,9 +77,6 @@ WAYS = {  # of the micro-batches' rows, of the loss, of the bias
     "bias": ("sorted", None, 1),
     "bias over a window": ("sorted", None, cfg.window),
 }
-if cfg.quick:
-    some = ("batch, mixed", "batch", "micro-batch, ranks")
-    cfg = replace(cfg, n_steps=min(cfg.n_steps, 40), ways=cfg.ways or some)
 if min(cfg.window, cfg.n_steps, cfg.rows_per_domain) < 1 or cfg.ep < 1 or base.n_experts % cfg.ep:
     raise SystemExit(
         "balance_study needs window, n_steps and rows_per_domain of 1 or more and ep that divides "

@@ -10,7 +10,7 @@ of its own stages, and micro-batches pass them in the order of a schedule. All s
 A rank needs 180 GB at the published layout; on GPUs of 141 GB take --ep 16.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +44,7 @@ class Config:
     cp: int = 1  # ranks that share a row
     seed: int = 0
     precision: Literal["bf16", "fp8_rowwise", "mxfp8"] = "bf16"  # of products; in eight bits where natively
-    toy: bool = False  # the same on 8 processes at a laptop's width, in float32: 64 tokens, 5 steps at most
+    toy: bool = False  # at a laptop's width, in float32, for 8 processes; by default 5 steps of 64 tokens
     folder: Path = Path("runs/moe_1t2")
     save_every: int = 200  # steps
     resume: bool = False  # continue from the newest checkpoint in the folder, if any
@@ -57,13 +57,15 @@ class Config:
 
 
 cfg = tyro.cli(Config, description=__doc__)
+if cfg.toy:  # other defaults; what is given wins
+    toy = Config(
+        toy=True, pp=2, ep=2, seq_len=64, batch_size=16, n_microbatches=4, warmup_steps=2, n_steps=5,
+        n_gpus=8 if cfg.dry_run else cfg.n_gpus,
+    )  # fmt: skip
+    cfg = tyro.cli(Config, default=toy)
 model = mk.preset("ultra-128", max_seq_len=max(cfg.seq_len, 8192))
 if cfg.toy:
     model = config.toy(model)
-    cfg = replace(cfg, pp=2, ep=2, seq_len=64, batch_size=16, n_microbatches=4, warmup_steps=2)
-    cfg = replace(cfg, n_steps=min(cfg.n_steps, 5))
-    if cfg.dry_run and cfg.n_gpus == Config.n_gpus:  # none was given
-        cfg = replace(cfg, n_gpus=8)
 if cfg.pp < 2:
     raise SystemExit(f"moe_1t2 needs pp >= 2, got {cfg.pp}; moe_47b has no pipeline")
 layout = layouts.check_recipe(model, cfg)

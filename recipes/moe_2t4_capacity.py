@@ -10,7 +10,7 @@ what it is for: a few steps with random routing that say whether the model fits 
 run sends as all_to_all does in the place of DeepEP, whose buffers it counts among what is other.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -45,7 +45,7 @@ class Config:
     cp: int = 1  # ranks that share a row
     seed: int = 0
     precision: Literal["bf16", "fp8_rowwise", "mxfp8"] = "bf16"  # of products; in eight bits where natively
-    toy: bool = False  # the same on 8 processes at a laptop's width, in float32: 64 tokens, 5 steps at most
+    toy: bool = False  # at a laptop's width, in float32, for 8 processes; by default 5 steps of 64 tokens
     folder: Path = Path("runs/moe_2t4_capacity")
     save_every: int | None = None  # steps; by default nothing is saved
     resume: bool = False  # continue from the newest checkpoint in the folder, if any
@@ -58,14 +58,16 @@ class Config:
 
 
 cfg = tyro.cli(Config, description=__doc__)
+if cfg.toy:  # other defaults; what is given wins
+    toy = Config(
+        toy=True, pp=2, ep=2, seq_len=64, batch_size=16, n_microbatches=4, warmup_steps=2, n_steps=5,
+        via="all_to_all",  # DeepEP takes bfloat16 on GPUs
+        n_gpus=8 if cfg.dry_run else cfg.n_gpus,
+    )  # fmt: skip
+    cfg = tyro.cli(Config, default=toy)
 model = mk.preset("ultra-256", max_seq_len=max(cfg.seq_len, 8192))
 if cfg.toy:
     model = config.toy(model)
-    cfg = replace(cfg, pp=2, ep=2, seq_len=64, batch_size=16, n_microbatches=4, warmup_steps=2)
-    cfg = replace(cfg, via="all_to_all")  # DeepEP takes bfloat16 on GPUs
-    cfg = replace(cfg, n_steps=min(cfg.n_steps, 5))
-    if cfg.dry_run and cfg.n_gpus == Config.n_gpus:  # none was given
-        cfg = replace(cfg, n_gpus=8)
 if cfg.pp < 2:
     raise SystemExit(f"moe_2t4_capacity needs pp >= 2, got {cfg.pp}; moe_47b has no pipeline")
 layout = layouts.check_recipe(model, cfg)

@@ -13,7 +13,7 @@ keeps experts evenly busy from the first step, and in what it prints: tokens/s, 
 device's peak, and the peak memory.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -53,7 +53,7 @@ class Config:
     attention_via: Literal["all_to_all", "all_gather"] | None = None  # over heads, or keys; by default heads
     seed: int = 0
     precision: Literal["bf16", "fp8_rowwise", "mxfp8"] = "bf16"  # of products; in eight bits where natively
-    toy: bool = False  # the same at a laptop's width, in float32; 8 experts, 128 tokens, 10 steps at most
+    toy: bool = False  # the same at a laptop's width, in float32; by default 8 experts, 128 tokens, 10 steps
     folder: Path = Path("runs/moe_47b")
     save_every: int | None = None  # steps; by default nothing is saved
     resume: bool = False  # continue from the newest checkpoint in the folder, if any
@@ -66,10 +66,11 @@ class Config:
 
 
 cfg = tyro.cli(Config, description=__doc__)
+if cfg.toy:  # other defaults; what is given wins
+    cfg = tyro.cli(Config, default=Config(toy=True, n_experts=8, seq_len=128, n_steps=10))
 model = mk.preset("bench-8L", n_experts=cfg.n_experts, max_seq_len=max(cfg.seq_len, 8192))
 if cfg.toy:
-    model = config.toy(model, n_experts=min(cfg.n_experts, 8))
-    cfg = replace(cfg, seq_len=min(cfg.seq_len, 128), n_steps=min(cfg.n_steps, 10))
+    model = config.toy(model, n_experts=cfg.n_experts)
 layout = layouts.check_recipe(model, cfg)
 policy = mk.precision.preset(cfg.precision, emulate=cfg.toy)
 policy.check(model)

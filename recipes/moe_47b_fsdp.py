@@ -14,7 +14,7 @@ ahead. Masters, gradients and moments are float32 and sharded: 16 bytes a parame
 
 import os
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -56,7 +56,7 @@ class Config:
     lr: float = 3e-4  # at its peak
     warmup_steps: int = 10
     seed: int = 0
-    toy: bool = False  # the same at a laptop's width, in float32; 8 experts, 128 tokens, 10 steps at most
+    toy: bool = False  # the same at a laptop's width, in float32; by default 8 experts, 128 tokens, 10 steps
     folder: Path = Path("runs/moe_47b_fsdp")
     log_every: int = 5  # steps
     profile: int = 0  # steps to trace, after three; where their time went is printed
@@ -66,10 +66,11 @@ class Config:
 
 
 cfg = tyro.cli(Config, description=__doc__)
+if cfg.toy:  # other defaults; what is given wins
+    cfg = tyro.cli(Config, default=Config(toy=True, n_experts=8, seq_len=128, n_steps=10))
 model = mk.preset("bench-8L", n_experts=cfg.n_experts)
 if cfg.toy:
-    model = config.toy(model, n_experts=min(cfg.n_experts, 8))
-    cfg = replace(cfg, seq_len=min(cfg.seq_len, 128), n_steps=min(cfg.n_steps, 10))
+    model = config.toy(model, n_experts=cfg.n_experts)
 layout = layouts.check_recipe(model, cfg)
 device = torch.device("cuda" if torch.cuda.is_available() and not cfg.dry_run else "cpu")
 dtype = torch.float32 if cfg.toy else torch.bfloat16

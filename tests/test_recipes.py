@@ -264,6 +264,17 @@ def test_a_dry_run_of_a_toy_is_of_eight_ranks_where_no_number_is_given(recipe, o
     assert f"edp={edp}," in printed and "pp=2," in printed and "ep=2," in printed
 
 
+@pytest.mark.parametrize("recipe", ["moe_47b.py", "moe_47b_fsdp.py", "moe_1t2.py", "moe_2t4_capacity.py"])
+def test_options_that_are_given_win_over_the_sizes_of_a_toy(recipe, monkeypatch):
+    monkeypatch.setattr(dryrun, "dry_run_recipe", lambda build, model, layout, **_: (layout, model.n_experts))
+    options = "--toy --dry-run --n-gpus 4 --seq-len 256 --batch-size 32"
+    n_experts = 12 if "47b" in recipe else 8  # of the others it is no option
+    options += " --n-experts 12" if "47b" in recipe else " --pp 4 --ep 1"
+    printed = as_main(RECIPES / recipe, *options.split())
+    assert "seq_len=256" in printed and "batch_size=32" in printed and printed.endswith(f", {n_experts})\n")
+    assert "47b" in recipe or "pp=4" in printed
+
+
 def test_a_dry_run_of_128_thousand_tokens_splits_them_over_eight_ranks():
     options = "--n-gpus 8 --ep 8 --cp 8 --seq-len 131072 --batch-size 1 --attention-via all_gather"
     printed = run("recipes/moe_47b.py", "--dry-run", *options.split(), plain=True)
