@@ -504,6 +504,10 @@ def _misfits(manifest: dict, wanted: Leaves, only: Collection[str] | None, cast:
         if not any(_within(name, [prefix]) for name in {**saved, **wanted}):
             yield f"{prefix}: asked for by only=, and nowhere"
     hollow = manifest.get("hollow", {})
+    if prefix := _under(wanted, {**saved, **hollow}):
+        yield f'the checkpoint has the names of the tree under "{prefix}.": nest it, with only="{prefix}"'
+    if prefix := _under(saved, wanted):
+        yield f'the tree has the names of the checkpoint under "{prefix}.": pass that part of it alone'
     for name in {**wanted, **saved}:
         if "hollow" in wanted.get(name, ()):
             mine, theirs = wanted[name]["hollow"], saved.get(name, {}).get("shape", hollow.get(name))
@@ -520,6 +524,14 @@ def _misfits(manifest: dict, wanted: Leaves, only: Collection[str] | None, cast:
             yield f"{name}: unused, as the tree has no such name (only= reads a part)"
         elif (theirs := kind(saved[name])) != (ours := kind(wanted[name])):
             yield f"{name}: {theirs} in the checkpoint, {ours} in the tree"
+
+
+def _under(names: Collection[str], others: Collection[str]) -> str:
+    """Return the shortest prefix with which all names are among others; "" where none has, or needs it."""
+    one = next((name for name in names if name not in others), None)
+    found = {other.removesuffix(f".{one}") for other in others if one and other.endswith(f".{one}")}
+    found = {prefix for prefix in found if all(f"{prefix}.{name}" in others for name in names)}
+    return min(found, key=len, default="")
 
 
 def _plain(config: Any) -> Any:

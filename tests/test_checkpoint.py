@@ -146,6 +146,19 @@ def test_only_is_strict_within_the_part(saved):
     refused("param: asked for by only=, and nowhere", saved, part, only="param")
 
 
+def test_names_that_differ_by_a_prefix_are_said_to(saved, tmp_path):
+    tree = state(fill=0)
+    says = 'has the names of the tree under "params.": nest it, with only="params"'
+    text = refused(says, saved, tree["params"])
+    assert "embedding: missing" in text and "params.embedding: unused" in text
+    save(tmp_path / "bare", tree["params"])
+    refused(
+        'the tree has the names of the checkpoint under "params.": pass that part', tmp_path / "bare", tree
+    )
+    del tree["params"]["embedding"]
+    assert "under" not in refused("params.embedding: unused", saved, tree)
+
+
 def test_floats_are_converted_when_asked(saved):
     tree = state(fill=0)
     tree["params"] = tree["params"].to(torch.float64)
