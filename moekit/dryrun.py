@@ -109,6 +109,8 @@ class Report:
         peak = max(record.peak for record in self.records)
         for gpu, (size, _) in GPUS.items():
             yield f"{gpu} ({size / 1e9:.0f} GB): {fits(peak, gpu)}"
+        if small := [gpu for gpu in GPUS if not self.fits(gpu)]:
+            yield f"python -m moekit.plan with --gpu {small[-1]} names layouts that fit"
 
 
 def dry_run(

@@ -275,10 +275,8 @@ def _print_plan(args: Plan) -> None:
         peak = max(sum(rank.values()) for rank in layouts.memory_of(config, layout))
         for gpu in GPUS if args.gpu is None else [args.gpu]:
             print(f"{gpu} ({GPUS[gpu].memory / 1e9:.0f} GB): {fits(peak, gpu)}")
-        if args.gpu is None and all(peak >= gpu.memory for gpu in GPUS.values()):
-            print(
-                f"none has room: --gpu {max(GPUS, key=lambda gpu: GPUS[gpu].memory)} names layouts that fit"
-            )
+        if args.gpu is None and (small := [gpu for gpu in GPUS if peak >= GPUS[gpu].memory]):
+            print(f"--gpu {small[-1]} names layouts that fit")
     if args.gpu is not None:
         layouts.check_layout(config, asked, n_gpus=n_gpus, gpu=args.gpu)
 

@@ -195,6 +195,7 @@ def test_the_report_says_who_holds_and_sends_how_much(clean):
     assert "all_to_all         10" in text
     huge = replace(clean, records=(replace(clean.records[0], memory={"parameters": int(150e9)}),))
     assert "h200 (141 GB): does not fit, 9.0 GB too many" in str(huge)
+    assert str(huge).endswith("--gpu h200 names layouts that fit") and "--gpu" not in text
     assert huge.fits("b200") and not huge.fits("h200")
     with pytest.raises(ValueError, match=r"\['b200', 'b300', 'h100', 'h200'\], got 'a100'"):
         huge.fits("a100")
