@@ -3,8 +3,7 @@
 Axes: E experts, K and N a matrix's dims, b scales.
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,10 +11,12 @@ import torch
 from jaxtyping import Float
 from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Shard
 
 from moekit._policy import Precision
+from moekit._shard_optimizer import Parcel, Plan, gather
 from moekit.kernels.quantize import Format, Quantized, quantize
+from moekit.mesh import all_reduce
 from moekit.tree import check_not_hollow, held, map_named, named, nested, on_mesh
 
 Operand = Tensor | Quantized
@@ -119,8 +120,8 @@ def round_weights(params: TensorDict, policy: Precision | Rounded) -> Rounded:
     """Round every matrix that a policy rounds: once a step, as long as the weights stay the same.
 
     Not differentiable, nor need it be: gradients go to the parameters. Collective where ranks share a matrix,
-    as they share masters: a few collectives for each such matrix, waited for. Experts that lie on different
-    ranks are not shared in this sense.
+    as they share masters: what they have rounded travels in buckets, as those of
+    :func:`moekit.shard_optimizer`. Experts that lie on different ranks are not shared in this sense.
 
     Parameters
     ----------
@@ -138,14 +139,11 @@ def round_weights(params: TensorDict, policy: Precision | Rounded) -> Rounded:
     Raises
     ------
     ValueError
-        For hollow parameters, and widths that are not whole blocks.
+        For hollow parameters, widths that are not whole blocks, and a matrix that two mesh axes shard.
     """
     policy = Rounded.of(policy).policy
-    rounded = {
-        name: round_matrix(w, *_forms_of(policy, role))
-        for name, w in named(params).items()
-        if (role := _role_of(name, w)) and any(_forms_of(policy, role))
-    }
+    forms = {name: (w, _forms_of(policy, _role_of(name, w))) for name, w in named(params).items()}
+    rounded = _round_all({name: (w, two) for name, (w, two) in forms.items() if any(two)})
     return Rounded(policy, nested(rounded))
 
 
@@ -161,8 +159,7 @@ def hollow(params: TensorDict, policy: Precision | Rounded) -> TensorDict:
     policy = Rounded.of(policy).policy
 
     def empty(name: str, w: Tensor) -> Tensor:
-        role = _role_of(name, w)
-        if role is None or not all(_forms_of(policy, role)):
+        if not all(_forms_of(policy, _role_of(name, w))):
             return w
         return on_mesh(held(w).new_full((), torch.nan).expand(held(w).shape), like=w)
 
@@ -179,13 +176,14 @@ def _role_of(name: str, w: Tensor) -> str | None:
     return None
 
 
-def _forms_of(policy: Precision, role: str) -> tuple[Format | None, Format | None]:
+def _forms_of(policy: Precision, role: str | None) -> tuple[Format | None, Format | None]:
+    if role is None:
+        return None, None
     if role == "experts":
         return policy.form("experts_forward"), policy.form("experts_input_grad")
     return policy.form(role), policy.form(role)
 
 
-@torch.no_grad()
 def round_matrix(w: Float[Tensor, "*E K N"], forward: Format | None, input_grad: Format | None) -> TensorDict:
     """Round a matrix, or one of each expert, for each of its two products; for one whose format is given.
 
@@ -199,42 +197,61 @@ def round_matrix(w: Float[Tensor, "*E K N"], forward: Format | None, input_grad:
         ``forward``: ``values`` (*E, N, K) and ``scales`` (*E, N, b); ``input_grad``: (*E, K, N) and
         (*E, K, b).
     """
-    of = {"forward": (w.mT, forward), "input_grad": (w, input_grad)}
-    return TensorDict({name: _round(x, form)._asdict() for name, (x, form) in of.items() if form is not None})
+    return _round_all({"w": (w, (forward, input_grad))})["w"]
 
 
-def _round(w: Tensor, form: Format) -> Quantized:
-    """Round along the last dim; of a matrix that ranks share, the whole comes back, in eight bits."""
+@torch.no_grad()
+def _round_all(matrices: Mapping[str, tuple[Tensor, Sequence[Format | None]]]) -> dict[str, TensorDict]:
+    """Round matrices, each to the formats of its two products; of what ranks share the whole comes back."""
+    rounded: dict[str, TensorDict] = {}
+
+    def parcels() -> Iterator[Parcel]:
+        for name, (w, (forward, input_grad)) in matrices.items():
+            rounded[name] = TensorDict()
+            for product, x, form in (("forward", w.mT, forward), ("input_grad", w, input_grad)):
+                if form is not None:
+                    q = yield from _round(x, form)
+                    rounded[name][product] = TensorDict(q._asdict())
+
+    gather(parcels())
+    return rounded
+
+
+def _round(w: Tensor, form: Format) -> Generator[Parcel, None, Quantized]:
+    """Round along the last dim; of a matrix that ranks share, return the whole, and yield what fills it."""
     check_not_hollow("round_weights", weights=w)
     local = held(w).contiguous()
-    if not isinstance(w, DTensor):
+    shared = [] if not isinstance(w, DTensor) else [
+        (axis, p.dim) for axis, p in enumerate(w.placements)
+        if isinstance(p, Shard) and p.dim >= w.ndim - 2 and w.device_mesh.size(axis) > 1
+    ]  # fmt: skip
+    if not shared or not isinstance(w, DTensor):
         return quantize(local, form)
-    mesh, placements = w.device_mesh, w.placements
-    rows, summed = ([p.is_shard(dim) for p in placements] for dim in (w.ndim - 2, w.ndim - 1))
-    if not any(rows + summed):
-        return quantize(local, form)
-    to = [Replicate() if a or b else p for p, a, b in zip(placements, rows, summed, strict=True)]
+    if len(shared) > 1:
+        raise ValueError(f"round_weights needs matrices that one mesh axis shards, got {w.placements}")
+    ((axis, dim),), mesh = shared, w.device_mesh
+    n, last = mesh.size(axis), w.shape[-1]
+    plan = Plan(local.dtype, mesh=mesh, axis=axis, n=n, rank=mesh.get_local_rank(axis), whole=False, dim=dim)
 
-    def whole(x: Tensor, last: int, of=placements, to=to) -> Tensor:
-        stride = torch.empty(*w.shape[:-1], last, device="meta").stride()
-        sent = x.view(torch.uint8) if x.element_size() == 1 else x  # bytes, which any backend sends
-        shape = torch.Size((*w.shape[:-1], last))
-        part = DTensor.from_local(sent, mesh, of, run_check=False, shape=shape, stride=stride)
-        return held(part.redistribute(placements=to)).view(x.dtype)
+    def whole(x: Tensor, n_last: int) -> tuple[Tensor, Parcel]:
+        full = x.new_empty(*x.shape[:-2], w.shape[-2], n_last)
+        parts = [y.view(torch.uint8) if x.element_size() == 1 else y for y in (full, x)]  # of any backend
+        return full, Parcel("", plan, parts[0].dtype, *parts)
 
-    if not any(summed):
-        q = quantize(local, form)
-        return Quantized(whole(q.values, w.shape[-1]), whole(q.scales, q.scales.shape[-1]))
-    if form.block is None:
-        of_rows = [Partial("max") if s else p for p, s in zip(placements, summed, strict=True)]
-        of_all = [Replicate() if s else p for p, s in zip(placements, summed, strict=True)]
+    largest = None
+    if dim == w.ndim - 1 and form.block is None:
         # A rank may have none of a row's numbers; and a maximum over ranks may lose NaN, not infinity.
         mine = local.abs().amax(-1, keepdim=True) if local.numel() else local.new_zeros(*local.shape[:-1], 1)
-        largest = whole(mine.nan_to_num(torch.inf, torch.inf), 1, of_rows, of_all)
-        q = quantize(local, form, largest=largest)
-        return Quantized(whole(q.values, w.shape[-1]), whole(q.scales, 1, of_all))
-    n = math.prod(mesh.size(i) for i, s in enumerate(summed) if s)
-    if -(-w.shape[-1] // n) % form.block:  # ranks share blocks, so what they hold comes as it is
-        return quantize(whole(local, w.shape[-1]), form)
-    q = quantize(local, form)
-    return Quantized(whole(q.values, w.shape[-1]), whole(q.scales, form.n_scales(w.shape[-1])))
+        largest = all_reduce(mine.nan_to_num(torch.inf, torch.inf), mesh, axis, "max")
+    if dim == w.ndim - 1 and form.block is not None and -(-last // n) % form.block:
+        full, parcel = whole(local, last)
+        gather([parcel])  # ranks share blocks, so what they hold comes as it is
+        return quantize(full, form)
+    q = quantize(local, form, largest=largest)
+    values, parcel = whole(q.values, last)
+    yield parcel
+    if largest is not None:
+        return Quantized(values, q.scales)
+    scales, parcel = whole(q.scales, form.n_scales(last))
+    yield parcel
+    return Quantized(values, scales)

@@ -17,12 +17,14 @@ from moekit.optim import Optimizer, Scaled, matching_leaves
 from moekit.profiling import ranged
 from moekit.tree import held, in_turn, is_hollow, map_named, named, on_mesh
 
+BUCKET_BYTES = 2**28
+
 
 def shard_optimizer(
     optimizer: Optimizer,
     *,
     reduce: str = "step",
-    bucket_bytes: int = 2**28,
+    bucket_bytes: int = BUCKET_BYTES,
     mesh: DeviceMesh | None = None,
 ) -> Optimizer:
     """Run an optimizer on float32 masters that each rank keeps a part of (ZeRO stage 1).
@@ -94,9 +96,9 @@ def shard_optimizer(
     if optimizer.on_grad is not None:
         raise ValueError("shard_optimizer needs an optimizer without an on_grad; wrap it only once")
 
-    known: dict[tuple, _Plan] = {}
+    known: dict[tuple, Plan] = {}
 
-    def plan_of(name: str, x: Tensor) -> _Plan:
+    def plan_of(name: str, x: Tensor) -> Plan:
         key = (place(x), x.ndim, x.dtype)
         if key not in known:
             known[key] = _plan(name, x, mesh)
@@ -143,7 +145,7 @@ def shard_optimizer(
             elif plan.whole:
                 shards[name] = plan.all_reduce(grad.to(plan.dtype))
             else:
-                todo.append(_Parcel(name, plan, plan.dtype, grad, held(master[name])))
+                todo.append(Parcel(name, plan, plan.dtype, grad, held(master[name])))
         for bucket, flat in _ahead(_buckets(todo, bucket_bytes), _reduce_scatter):
             shards.update(_unpack_shards(bucket, flat))
         del todo
@@ -164,9 +166,8 @@ def shard_optimizer(
             if plan.whole:
                 held(leaves[name]).copy_(held(master[name]))
             else:
-                todo.append(_Parcel(name, plan, leaves[name].dtype, held(leaves[name]), held(master[name])))
-        for bucket, flat in _ahead(_buckets(todo, bucket_bytes), _all_gather):
-            _unpack_params(bucket, flat)
+                todo.append(Parcel(name, plan, leaves[name].dtype, held(leaves[name]), held(master[name])))
+        gather(todo, bucket_bytes)
         return params, state
 
     @torch.no_grad()
@@ -179,14 +180,14 @@ def shard_optimizer(
         elif plan.whole:
             shard = plan.all_reduce(local.to(plan.dtype))
         else:  # waited for at its first use, so that backward goes on
-            parcel = _Parcel(name, plan, plan.dtype, local, local)
+            parcel = Parcel(name, plan, plan.dtype, local, local)
             shard = _unpack_shards([parcel], AsyncCollectiveTensor(_reduce_scatter([parcel])))[name]
         return plan.wrap(shard, like=grad)
 
     return Optimizer(init, update, on_grad if reduce == "micro_batch" else None)
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """How leaves of one placement are reduced and sharded."""
 
     dtype: torch.dtype  # of masters and summed gradients
@@ -258,7 +259,7 @@ class _Plan(NamedTuple):
         return None if self.mesh is None else (self.mesh, placements)
 
 
-def _plan(name: str, x: Tensor, mesh: DeviceMesh | None) -> _Plan:
+def _plan(name: str, x: Tensor, mesh: DeviceMesh | None) -> Plan:
     """Make the plan of a parameter, or of its gradient."""
     if not x.is_floating_point():
         raise ValueError(f"shard_optimizer needs floating-point parameters, got {x.dtype} for {name}")
@@ -269,7 +270,7 @@ def _plan(name: str, x: Tensor, mesh: DeviceMesh | None) -> _Plan:
                 f"shard_optimizer needs DTensors on a mesh, got a plain tensor for {name}; place the "
                 "parameters with distribute or init_params(mesh=mesh), or pass mesh=None"
             )
-        return _Plan(dtype)
+        return Plan(dtype)
     if mesh is None or not ranks_of(x.device_mesh) <= ranks_of(mesh):
         raise ValueError(
             f"shard_optimizer needs a mesh with all ranks that hold {name}, which is {describe_place(x)}, "
@@ -292,23 +293,29 @@ def _plan(name: str, x: Tensor, mesh: DeviceMesh | None) -> _Plan:
     axis = copies[0] if copies else 0
     n = on.size(axis) if copies else 1
     where = {"whole": n == 1 or axis not in dims, "dim": dims.get(axis, 0)}
-    return _Plan(dtype, partial, sharded, on, axis, n, on.get_local_rank(axis), **where)
+    return Plan(dtype, partial, sharded, on, axis, n, on.get_local_rank(axis), **where)
 
 
-class _Parcel(NamedTuple):
-    """One leaf on its way: a gradient to be summed, or a master to be gathered into its parameter."""
+class Parcel(NamedTuple):
+    """One leaf on its way: a gradient to be summed, or the shards of ranks to be gathered into the whole."""
 
     name: str
-    plan: _Plan
+    plan: Plan
     dtype: torch.dtype  # it travels in
-    full: Tensor  # the gradient or the parameter
-    shard: Tensor  # the master
+    full: Tensor  # the gradient, or the whole
+    shard: Tensor  # this rank's
 
 
-_Bucket = list[_Parcel]
+_Bucket = list[Parcel]
 
 
-def _buckets(parcels: Iterable[_Parcel], limit: int) -> Iterator[_Bucket]:
+def gather(parcels: Iterable[Parcel], bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Fill what is whole with the shards of all ranks, in buckets: one travels as the next is packed."""
+    for bucket, flat in _ahead(_buckets(parcels, bucket_bytes), _all_gather):
+        _unpack_params(bucket, flat)
+
+
+def _buckets(parcels: Iterable[Parcel], limit: int) -> Iterator[_Bucket]:
     """Group parcels of one mesh axis and dtype, in an order that is the same on every rank."""
     filling: dict[tuple, tuple[_Bucket, int]] = {}
     for parcel in parcels:

@@ -367,12 +367,12 @@ def sum_over_ranks(tree: Any, *, mesh: DeviceMesh | None = None) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-def all_reduce(x: Tensor, mesh: DeviceMesh, axis: int) -> Tensor:
-    """Return the sum over a mesh axis, as a functional collective that is waited for."""
+def all_reduce(x: Tensor, mesh: DeviceMesh, axis: int, op: str = "sum") -> Tensor:
+    """Return the sum, or else, over a mesh axis, as a functional collective that is waited for."""
     if mesh.size(axis) == 1:
         return x
     c10d = torch.ops._c10d_functional
-    return c10d.wait_tensor(c10d.all_reduce(x, "sum", mesh.get_group(axis).group_name))
+    return c10d.wait_tensor(c10d.all_reduce(x, op, mesh.get_group(axis).group_name))
 
 
 def all_gather(x: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from reference import flat
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import moekit as mk
 from moekit.kernels.quantize import Quantized, dequantize
@@ -100,20 +101,27 @@ def test_ranks_without_a_part_and_numbers_that_are_not_finite_take_part():
             assert x.isnan().any() and x.isfinite().any()
 
 
-def test_weights_come_from_masters_in_eight_bits():
+@pytest.mark.parametrize(("policy", "n_gathers"), [(FP8, 4), (MXFP8, 12)])  # of blocks that ranks share, each
+@pytest.mark.parametrize("n", [2, 4])
+def test_weights_come_from_masters_in_eight_bits_and_few_collectives(n, policy, n_gathers):
+    ep = n // 2
+
     def run():
-        mesh = mk.make_mesh(ep=2, n_experts=8)
+        mesh = mk.make_mesh(ep=ep, n_experts=8)
         params = mk.mesh.distribute(PARAMS.float(), mesh)
         state = mk.shard_optimizer(mk.adamw(1e-3), mesh=mesh).init(params)
-        mine = flat(round_weights(state["master"], FP8).weights)
-        return {name: x.view(torch.uint8) for name, x in mine.items()}
+        with CommDebugMode() as seen:
+            mine = flat(round_weights(state["master"], policy).weights)
+        n_calls = sum(n for op, n in seen.get_comm_counts().items() if "all_gather" in str(op))
+        return n_calls, {name: x.view(torch.uint8) for name, x in mine.items()}
 
-    whole = flat(round_weights(PARAMS.float(), FP8).weights)
-    with ranks(4) as run_on:
+    whole = flat(round_weights(PARAMS.float(), policy).weights)
+    with ranks(n) as run_on:
         results = run_on(run)
-    for rank, mine in enumerate(results):
+    for rank, (n_calls, mine) in enumerate(results):
+        assert n_calls == n_gathers
         for name, x in whole.items():
             want = x.view(torch.uint8)
             if "experts" in name:
-                want = want.chunk(2)[rank % 2]
+                want = want.chunk(ep)[rank % ep]
             assert torch.equal(mine[name], want), name
