@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -281,12 +282,21 @@ def differentiable(who: str, params: TensorDict, ready: Callable[[str, Tensor | 
     """Return aliases of parameters to differentiate; ``ready(name, grad)`` is called with each gradient.
 
     Called during backward, as soon as a gradient is complete, and with None where a function has returned
-    none. The caller's tensors get no ``.grad`` and no hook.
+    none. The caller's tensors get no ``.grad`` and no hook. No two gradients share memory, so each may be
+    added to: of ``a + b``, autograd gives two DTensors, or two leaves that were viewed, one tensor.
     """
+    given: set[StorageWeakRef] = set()
+
+    def own(grad: Tensor) -> Tensor:
+        memory = StorageWeakRef(held(grad).untyped_storage())
+        if memory in given:
+            return on_mesh(held(grad).clone(), like=grad)
+        given.add(memory)
+        return grad
 
     def hand_over(name: str, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
-        ready(name, grad)
+        ready(name, None if grad is None else own(grad))
 
     def fresh(name: str, p: Tensor) -> Tensor:
         if not p.is_floating_point():

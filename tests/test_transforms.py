@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moekit as mk
 from moekit import transforms
-from moekit.tree import map_named, nested
+from moekit.tree import held, map_named, nested
 
 
 def tree(dtype=torch.float64, requires_grad=False):
@@ -270,6 +270,19 @@ def test_three_hundred_ones_sum_to_three_hundred_in_bfloat16():  # which has no 
     grad_fn = mk.value_and_grad(lambda p, x: (p["p"] * x).sum())
     _, grads = mk.accumulate(grad_fn, 300)(params, torch.ones(300, 1, dtype=torch.bfloat16))
     assert grads["p"].dtype == torch.float32 and grads["p"].tolist() == [300, 300]
+
+
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_parameters_whose_sum_is_read_get_sums_of_their_own(on_mesh):  # autograd gives both one gradient
+    def difference(mesh):
+        params = mk.mesh.distribute(TensorDict({"a": draw(3, seed=1), "b": draw(3, seed=2)}), mesh)
+        read = lambda p: mk.local(p) if mesh else p.view(3)  # noqa: E731
+        grad_fn = mk.value_and_grad(lambda p, x: (x * (read(p["a"]) + read(p["b"]))).sin().sum())
+        want, got = (flat(grads) for _, grads in (grad_fn(params, X), mk.accumulate(grad_fn, 6)(params, X)))
+        return {name: (held(got[name]) - held(want[name])).abs().max().item() for name in want}
+
+    differences = as_rank(difference) if on_mesh else difference(None)
+    assert max(differences.values()) < 1e-12, differences
 
 
 @pytest.mark.parametrize(
