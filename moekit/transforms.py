@@ -48,7 +48,8 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
     Raises
     ------
     ValueError
-        When the loss is not a 0-d tensor, or a parameter is reached by no gradient (each is named).
+        When the loss is not a 0-d tensor, a parameter is reached by no gradient (each is named), or one on a
+        mesh was not read through :func:`moekit.local`.
     TypeError
         When a parameter is not of a floating-point dtype.
     """
@@ -208,6 +209,11 @@ def data_parallel(grad_fn: Callable, *, mesh: DeviceMesh | None = None) -> Calla
 
     def run(params: TensorDict, *args: Any, **kwargs: Any):
         value, grads = grad_fn(params, *args, **kwargs)
+        if grads.is_empty():
+            raise ValueError(
+                "data_parallel needs gradients, got none, as inside of accumulate, which takes them during "
+                "backward; write data_parallel(accumulate(grad_fn, n), mesh=mesh)"
+            )
         return sum_over_ranks(value, mesh=mesh), map_named(reduce, grads)
 
     return run
@@ -296,6 +302,12 @@ def differentiable(who: str, params: TensorDict, ready: Callable[[str, Tensor | 
 
     def hand_over(name: str, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
+        if isinstance(leaf, DTensor) and isinstance(grad, DTensor):
+            if list(grad.placements) != (needs := gradient_placements(leaf)):
+                raise ValueError(
+                    f"{who} needs gradients labelled as what is still to be summed, {needs} for {name}, got "
+                    f"{grad.placements}; read the parameter through moekit.local, not to_local or full_tensor"
+                )
         ready(name, None if grad is None else own(grad))
 
     def fresh(name: str, p: Tensor) -> Tensor:

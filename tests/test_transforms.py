@@ -423,6 +423,32 @@ def test_what_cannot_be_summed_over_ranks_is_named_and_refused(on_mesh):
         as_rank(total) if on_mesh else total(None)
 
 
+@pytest.mark.parametrize("read", ["to_local", "full_tensor"])
+def test_a_parameter_on_a_mesh_that_is_not_read_through_local_is_named(read):
+    def gradient(mesh):
+        params = mk.mesh.distribute(tree(), mesh)
+
+        def total(p):
+            return (mk.local(p["a"]).sum() + mk.local(p["in"]["c"]).sum()) * getattr(
+                p["in"]["b"], read
+            )().sum()
+
+        mk.value_and_grad(total)(params)
+
+    with refuses("[Partial(sum)] for in.b, got (Replicate(),); read the parameter through", RuntimeError):
+        as_rank(gradient)
+
+
+def test_data_parallel_inside_of_accumulate_is_refused():
+    def gradient(mesh):
+        params = mk.mesh.distribute(TensorDict({"w": X[0]}), mesh)
+        grad_fn = mk.value_and_grad(lambda p, x: (x * mk.local(p["w"])).sum())
+        mk.accumulate(mk.data_parallel(grad_fn, mesh=mesh), 2)(params, X)
+
+    with refuses("write data_parallel(accumulate(grad_fn, n), mesh=mesh)", RuntimeError):
+        as_rank(gradient)
+
+
 # --- remat ----------------------------------------------------------------------------
 
 
