@@ -209,7 +209,7 @@ def data_parallel(grad_fn: Callable, *, mesh: DeviceMesh | None = None) -> Calla
 
     def run(params: TensorDict, *args: Any, **kwargs: Any):
         value, grads = grad_fn(params, *args, **kwargs)
-        if grads.is_empty():
+        if isinstance(grads, TensorDict) and grads.is_empty():
             raise ValueError(
                 "data_parallel needs gradients, got none, as inside of accumulate, which takes them during "
                 "backward; write data_parallel(accumulate(grad_fn, n), mesh=mesh)"
@@ -234,7 +234,8 @@ def remat(block: Callable, recompute: str | Iterable[str] = "block") -> Callable
     Returns
     -------
     callable
-        Of the same shape, giving the same results.
+        Of the same shape, giving the same results. A block that draws from torch's generators, as dropout
+        does, draws the same again, but not in a step that is captured as a CUDA graph.
 
     Raises
     ------
@@ -277,8 +278,11 @@ def remat(block: Callable, recompute: str | Iterable[str] = "block") -> Callable
 def _checkpointed(fn: Callable) -> Callable:
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any):
+        # The state of generators cannot be read while a graph is captured.
+        eager = not torch.compiler.is_compiling() and torch.cuda.is_available()
+        captured = eager and torch.cuda.is_current_stream_capturing()
         return checkpoint(
-            functools.partial(fn, **kwargs), *args, use_reentrant=False, preserve_rng_state=False
+            functools.partial(fn, **kwargs), *args, use_reentrant=False, preserve_rng_state=not captured
         )
 
     return run

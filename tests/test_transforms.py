@@ -490,6 +490,17 @@ def test_what_is_named_runs_again_in_backward_and_the_gradient_keeps_its_bits(re
     assert all(torch.equal(g, flat(plain[1])[name]) for name, g in flat(grads).items())
 
 
+def test_a_recomputed_block_drops_out_the_same_numbers_again():
+    def drops_out(params, x):
+        return torch.nn.functional.dropout(x * params["a"]).sin() @ params["in"]["b"] + params["in"]["c"]
+
+    def gradients(fn):
+        torch.manual_seed(0)
+        return flat(mk.value_and_grad(lambda p: fn(p, X).square().sum())(tree())[1])
+
+    close(gradients(mk.remat(drops_out)), gradients(drops_out))
+
+
 def test_a_recomputed_block_keeps_less_until_backward():
     kept = {}
     for recompute in ("none", ("first",), "block"):
