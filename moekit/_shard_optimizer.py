@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from moekit.mesh import all_reduce, describe_place, place, ranks_of
-from moekit.optim import Optimizer, Scaled, matching_leaves
+from moekit.optim import Optimizer, Scaled, check_apart, matching_leaves
 from moekit.profiling import ranged
 from moekit.tree import held, in_turn, is_hollow, map_named, named, on_mesh
 
@@ -69,9 +69,10 @@ def shard_optimizer(
     ------
     ValueError
         At once for an unknown ``reduce`` or a negative ``bucket_bytes``; from ``init`` for parameters that
-        are on ranks that ``mesh`` lacks or are replicated over two axes; from ``update`` for gradients that
-        differ in names, shapes, or placements (``Partial`` where the parameter is replicated, or already
-        the master's), or are not summed with ``reduce="micro_batch"``. All of them before any collective.
+        share memory, are on ranks that ``mesh`` lacks or are replicated over two axes; from ``update`` for
+        gradients that differ in names, shapes, or placements (``Partial`` where the parameter is replicated,
+        or already the master's), or are not summed with ``reduce="micro_batch"``. All of them before any
+        collective.
     TypeError
         From ``update`` for an ``optimizer`` that does not return the masters it was given.
 
@@ -107,6 +108,7 @@ def shard_optimizer(
     @torch.no_grad()
     def init(params: TensorDict) -> TensorDict:
         plans = {name: plan_of(name, p) for name, p in named(params).items()}
+        check_apart("shard_optimizer", named(params))
         if empty := [name for name, p in named(params).items() if is_hollow(p)]:
             raise ValueError(
                 f"shard_optimizer needs parameters with values for its masters, got hollow ones, {empty[0]} "

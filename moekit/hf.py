@@ -4,10 +4,12 @@ One table, :func:`name_map`, says which part of which parameter each stored tens
 follow it.
 """
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import reduce
 from os import PathLike
 from pathlib import Path
@@ -337,9 +339,9 @@ def export_olmoe(
     Raises
     ------
     ValueError
-        When the model is not of OLMoE's form, ``folder`` exists, ``dtype`` is not a float one, or parameters
-        are missing, unused, or of another shape or placement than the model's; the message lists them all,
-        before anything is written.
+        When the model is not of OLMoE's form, ``folder`` exists or another export is writing it, ``dtype`` is
+        not a float one, or parameters are missing, unused, or of another shape or placement than the model's;
+        the message lists them all, before anything is written.
     OSError
         When writing fails; what had been written is removed.
     """
@@ -366,8 +368,13 @@ def export_olmoe(
         if target.exists():
             raise ValueError(f"export_olmoe needs a new folder, got {target}, which exists; remove it first")
         if here == (0, 0):
-            shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+            with suppress(FileNotFoundError):
+                left = _lock(partial)  # by an export that was killed
+                shutil.rmtree(partial)
+                os.close(left)
             partial.mkdir(parents=True)
+            undo.callback(shutil.rmtree, partial, ignore_errors=True)
+            undo.callback(os.close, _lock(partial))
 
     def write() -> None:
         for file in files:
@@ -393,12 +400,25 @@ def export_olmoe(
                 raise OSError(f"export_olmoe needs one file system for all ranks, {partial} lacks {absent}")
             partial.rename(target)
 
-    try:
+    with ExitStack() as undo:
         for act in (start, write, finish):
             _on_all_ranks(act, mesh)
-    finally:
-        if here == (0, 0):
-            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _lock(partial: Path) -> int:
+    """Return an open folder of an export that is not complete; raise where a living process holds it."""
+    folder = os.open(partial, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(folder)
+        raise ValueError(
+            f"export_olmoe needs a folder of its own, but another export writes {partial}; wait for it, or "
+            "choose another folder"
+        ) from error
+    except OSError:
+        pass  # a file system without locks
+    return folder
 
 
 class _File(NamedTuple):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moekit.mesh import all_reduce, describe_place, place, ranks_of
-from moekit.tree import held, map_named, named, on_mesh
+from moekit.tree import has_values, held, map_named, named, on_mesh
 
 Schedule = Callable[[Tensor], Tensor]
 
@@ -196,8 +196,8 @@ def adamw(
     Raises
     ------
     ValueError
-        At once for numbers out of range; from ``init`` for parameters that are not float32 or float64 (wrap
-        it in :func:`moekit.shard_optimizer`, which keeps float32 masters, with or without a mesh); from
+        At once for numbers out of range; from ``init`` for parameters that share memory or are not float32
+        or float64 (wrap it in :func:`moekit.shard_optimizer`, which keeps float32 masters); from
         ``update`` for gradients that differ from the parameters in names, shapes or placements.
 
     References
@@ -214,6 +214,7 @@ def adamw(
     @torch.no_grad()
     def init(params: TensorDict) -> TensorDict:
         leaves = named(params)
+        check_apart("adamw", leaves)
         for name, p in leaves.items():
             if p.dtype not in (torch.float32, torch.float64) or not held(p).is_contiguous():
                 raise ValueError(
@@ -427,6 +428,19 @@ def _placed_leaves(who: str, what: str, tree: TensorDict, leaves: dict[str, Tens
                 f"{name}, which is {describe_place(p)}"
             )
     return given
+
+
+def check_apart(who: str, leaves: dict[str, Tensor]) -> None:
+    """Raise ``ValueError`` for two names of one tensor, or of a view of it: each would update it."""
+    first: dict[int, str] = {}
+    for name, p in leaves.items():
+        if not has_values(held(p)) or not held(p).numel():
+            continue
+        if (other := first.setdefault(held(p).data_ptr(), name)) != name:
+            raise ValueError(
+                f"{who} needs parameters with memory of their own, got one for {other} and {name}; keep one "
+                "of them, and let the loss read it twice, as a model with tied_head=True does"
+            )
 
 
 def matching_leaves(who: str, what: str, tree: TensorDict, leaves: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,6 +11,8 @@ from moekit.config import ModelConfig
 from moekit.model import logits
 from moekit.random import fold_in, uniform
 
+_OF_ROWS = ("context", "documents", "expert_ids", "x", "stage")
+
 
 @torch.no_grad()
 def generate(
@@ -47,7 +49,7 @@ def generate(
     window : int, optional
         Positions the model sees; by default ``config.max_seq_len``.
     **options
-        As for :func:`moekit.model.forward`.
+        As for :func:`moekit.model.forward`, but what is of rows of one length, or of a part of them.
 
     Returns
     -------
@@ -57,8 +59,14 @@ def generate(
     Raises
     ------
     ValueError
-        When a prompt is empty, the temperature or ``n_tokens`` negative, or the window out of range.
+        When a prompt is empty, the temperature or ``n_tokens`` negative, the window out of range, or an
+        option is of rows of one length.
     """
+    if wrong := [name for name in _OF_ROWS if options.get(name) is not None]:
+        raise ValueError(
+            f"generate needs no options that are of rows of one length or a part of them, got "
+            f"{', '.join(wrong)}; leave them out: a model does not depend on the context it was trained with"
+        )
     if not prompt.shape[1] or not temperature >= 0:
         raise ValueError(
             "generate needs prompts of a token or more and temperature >= 0, "

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
@@ -47,7 +48,8 @@ def value_and_grad(loss_fn: Callable, *, has_aux: bool = False) -> Callable:
     Raises
     ------
     ValueError
-        When the loss is not a 0-d tensor, or a parameter is reached by no gradient (each is named).
+        When the loss is not a 0-d tensor, a parameter is reached by no gradient (each is named), or one on a
+        mesh was not read through :func:`moekit.local`.
     TypeError
         When a parameter is not of a floating-point dtype.
     """
@@ -207,6 +209,11 @@ def data_parallel(grad_fn: Callable, *, mesh: DeviceMesh | None = None) -> Calla
 
     def run(params: TensorDict, *args: Any, **kwargs: Any):
         value, grads = grad_fn(params, *args, **kwargs)
+        if isinstance(grads, TensorDict) and grads.is_empty():
+            raise ValueError(
+                "data_parallel needs gradients, got none, as inside of accumulate, which takes them during "
+                "backward; write data_parallel(accumulate(grad_fn, n), mesh=mesh)"
+            )
         return sum_over_ranks(value, mesh=mesh), map_named(reduce, grads)
 
     return run
@@ -227,7 +234,8 @@ def remat(block: Callable, recompute: str | Iterable[str] = "block") -> Callable
     Returns
     -------
     callable
-        Of the same shape, giving the same results.
+        Of the same shape, giving the same results. A block that draws from torch's generators, as dropout
+        does, draws the same again, but not in a step that is captured as a CUDA graph.
 
     Raises
     ------
@@ -270,8 +278,11 @@ def remat(block: Callable, recompute: str | Iterable[str] = "block") -> Callable
 def _checkpointed(fn: Callable) -> Callable:
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any):
+        # The state of generators cannot be read while a graph is captured.
+        eager = not torch.compiler.is_compiling() and torch.cuda.is_available()
+        captured = eager and torch.cuda.is_current_stream_capturing()
         return checkpoint(
-            functools.partial(fn, **kwargs), *args, use_reentrant=False, preserve_rng_state=False
+            functools.partial(fn, **kwargs), *args, use_reentrant=False, preserve_rng_state=not captured
         )
 
     return run
@@ -281,12 +292,27 @@ def differentiable(who: str, params: TensorDict, ready: Callable[[str, Tensor | 
     """Return aliases of parameters to differentiate; ``ready(name, grad)`` is called with each gradient.
 
     Called during backward, as soon as a gradient is complete, and with None where a function has returned
-    none. The caller's tensors get no ``.grad`` and no hook.
+    none. The caller's tensors get no ``.grad`` and no hook. No two gradients share memory, so each may be
+    added to: of ``a + b``, autograd gives two DTensors, or two leaves that were viewed, one tensor.
     """
+    given: set[StorageWeakRef] = set()
+
+    def own(grad: Tensor) -> Tensor:
+        memory = StorageWeakRef(held(grad).untyped_storage())
+        if memory in given:
+            return on_mesh(held(grad).clone(), like=grad)
+        given.add(memory)
+        return grad
 
     def hand_over(name: str, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
-        ready(name, grad)
+        if isinstance(leaf, DTensor) and isinstance(grad, DTensor):
+            if list(grad.placements) != (needs := gradient_placements(leaf)):
+                raise ValueError(
+                    f"{who} needs gradients labelled as what is still to be summed, {needs} for {name}, got "
+                    f"{grad.placements}; read the parameter through moekit.local, not to_local or full_tensor"
+                )
+        ready(name, None if grad is None else own(grad))
 
     def fresh(name: str, p: Tensor) -> Tensor:
         if not p.is_floating_point():

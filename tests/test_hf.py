@@ -394,6 +394,23 @@ def test_what_a_killed_export_left_is_replaced(folder, tmp_path):
     assert {path.name for path in (tmp_path / "m").iterdir()} == {"config.json", "model.safetensors"}
 
 
+def test_what_another_export_is_writing_is_left_alone(folder, tmp_path, monkeypatch):
+    config = hf.config_from_hf(folder)
+    params = hf.import_olmoe(folder, config=config)
+    save, others = hf.save_file, []
+
+    def save_beside_another(tensors, path, **options):
+        if not others:
+            others.append(path)
+            with pytest.raises(ValueError, match=r"another export writes .*/\.m\.partial; wait for it"):
+                hf.export_olmoe(params, tmp_path / "m", config=config)
+        save(tensors, path, **options)
+
+    monkeypatch.setattr(hf, "save_file", save_beside_another)
+    hf.export_olmoe(params, tmp_path / "m", config=config)
+    assert others and [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
 class Recorded:
     """An open safetensors file that notes which tensors, and how much of them, were read."""
 

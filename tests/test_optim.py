@@ -333,6 +333,16 @@ def test_wrong_arguments_are_named(make, message):
         make()
 
 
+@pytest.mark.parametrize("wrap", [lambda x: x, shard_optimizer])
+def test_two_names_of_one_tensor_are_refused(wrap):
+    w = torch.ones(3, 3)
+    for other in (w, w.T):
+        with pytest.raises(ValueError, match="memory of their own, got one for embedding and head; keep one"):
+            wrap(adamw(0.1)).init(TensorDict({"embedding": w, "gain": torch.ones(2), "head": other}))
+    halves = TensorDict(dict(zip("ab", torch.ones(6).split(3), strict=True)))  # of one buffer: each its own
+    assert wrap(adamw(0.1)).init(halves).keys()
+
+
 def test_a_chain_is_made_of_optimizers():
     with pytest.raises(TypeError, match="chain needs one or more optimizers"):
         chain()

@@ -61,3 +61,11 @@ def test_the_same_key_draws_the_same_tokens_and_another_key_others():
 def test_bad_input_is_refused(prompt, options):
     with pytest.raises(ValueError, match=r"generate needs (prompts of a token|1 <= window <= max_seq_len=6)"):
         mk.generate(PARAMS, prompt, 1, config=CONFIG, key=KEY, **options)
+
+
+@pytest.mark.parametrize("options", [dict(context=object()), dict(documents=torch.zeros(1, 2).long())])
+def test_options_of_rows_of_one_length_are_refused(options):
+    with pytest.raises(
+        ValueError, match=f"of rows of one length or a part of them, got {next(iter(options))};"
+    ):
+        mk.generate(PARAMS, torch.tensor([[1, 2]]), 1, config=CONFIG, key=KEY, **options)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moekit as mk
 from moekit import transforms
-from moekit.tree import map_named, nested
+from moekit.tree import held, map_named, nested
 
 
 def tree(dtype=torch.float64, requires_grad=False):
@@ -272,6 +272,19 @@ def test_three_hundred_ones_sum_to_three_hundred_in_bfloat16():  # which has no 
     assert grads["p"].dtype == torch.float32 and grads["p"].tolist() == [300, 300]
 
 
+@pytest.mark.parametrize("on_mesh", [False, True])
+def test_parameters_whose_sum_is_read_get_sums_of_their_own(on_mesh):  # autograd gives both one gradient
+    def difference(mesh):
+        params = mk.mesh.distribute(TensorDict({"a": draw(3, seed=1), "b": draw(3, seed=2)}), mesh)
+        read = lambda p: mk.local(p) if mesh else p.view(3)  # noqa: E731
+        grad_fn = mk.value_and_grad(lambda p, x: (x * (read(p["a"]) + read(p["b"]))).sin().sum())
+        want, got = (flat(grads) for _, grads in (grad_fn(params, X), mk.accumulate(grad_fn, 6)(params, X)))
+        return {name: (held(got[name]) - held(want[name])).abs().max().item() for name in want}
+
+    differences = as_rank(difference) if on_mesh else difference(None)
+    assert max(differences.values()) < 1e-12, differences
+
+
 @pytest.mark.parametrize(
     ("dtype", "kept"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],
@@ -410,6 +423,32 @@ def test_what_cannot_be_summed_over_ranks_is_named_and_refused(on_mesh):
         as_rank(total) if on_mesh else total(None)
 
 
+@pytest.mark.parametrize("read", ["to_local", "full_tensor"])
+def test_a_parameter_on_a_mesh_that_is_not_read_through_local_is_named(read):
+    def gradient(mesh):
+        params = mk.mesh.distribute(tree(), mesh)
+
+        def total(p):
+            return (mk.local(p["a"]).sum() + mk.local(p["in"]["c"]).sum()) * getattr(
+                p["in"]["b"], read
+            )().sum()
+
+        mk.value_and_grad(total)(params)
+
+    with refuses("[Partial(sum)] for in.b, got (Replicate(),); read the parameter through", RuntimeError):
+        as_rank(gradient)
+
+
+def test_data_parallel_inside_of_accumulate_is_refused():
+    def gradient(mesh):
+        params = mk.mesh.distribute(TensorDict({"w": X[0]}), mesh)
+        grad_fn = mk.value_and_grad(lambda p, x: (x * mk.local(p["w"])).sum())
+        mk.accumulate(mk.data_parallel(grad_fn, mesh=mesh), 2)(params, X)
+
+    with refuses("write data_parallel(accumulate(grad_fn, n), mesh=mesh)", RuntimeError):
+        as_rank(gradient)
+
+
 # --- remat ----------------------------------------------------------------------------
 
 
@@ -449,6 +488,17 @@ def test_what_is_named_runs_again_in_backward_and_the_gradient_keeps_its_bits(re
     assert calls == ["first", "second", *again] and sorted(handed) == ["a", "in.b", "in.c"]
     assert torch.equal(value, plain[0])
     assert all(torch.equal(g, flat(plain[1])[name]) for name, g in flat(grads).items())
+
+
+def test_a_recomputed_block_drops_out_the_same_numbers_again():
+    def drops_out(params, x):
+        return torch.nn.functional.dropout(x * params["a"]).sin() @ params["in"]["b"] + params["in"]["c"]
+
+    def gradients(fn):
+        torch.manual_seed(0)
+        return flat(mk.value_and_grad(lambda p: fn(p, X).square().sum())(tree())[1])
+
+    close(gradients(mk.remat(drops_out)), gradients(drops_out))
 
 
 def test_a_recomputed_block_keeps_less_until_backward():
