@@ -13,8 +13,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from moekit._buckets import Parcel, Shards, gather
 from moekit._policy import Precision
-from moekit._shard_optimizer import Parcel, Plan, gather
 from moekit.kernels.quantize import Format, Quantized, quantize
 from moekit.mesh import all_reduce
 from moekit.tree import check_not_hollow, held, map_named, named, nested, on_mesh
@@ -231,12 +231,12 @@ def _round(w: Tensor, form: Format) -> Generator[Parcel, None, Quantized]:
         raise ValueError(f"round_weights needs matrices that one mesh axis shards, got {w.placements}")
     ((axis, dim),), mesh = shared, w.device_mesh
     n, last = mesh.size(axis), w.shape[-1]
-    plan = Plan(local.dtype, mesh=mesh, axis=axis, n=n, rank=mesh.get_local_rank(axis), whole=False, dim=dim)
+    shards = Shards(mesh, axis, n, mesh.get_local_rank(axis), dim)
 
     def whole(x: Tensor, n_last: int) -> tuple[Tensor, Parcel]:
         full = x.new_empty(*x.shape[:-2], w.shape[-2], n_last)
         parts = [y.view(torch.uint8) if x.element_size() == 1 else y for y in (full, x)]  # of any backend
-        return full, Parcel("", plan, parts[0].dtype, *parts)
+        return full, Parcel("", shards, parts[0].dtype, *parts)
 
     largest = None
     if dim == w.ndim - 1 and form.block is None:

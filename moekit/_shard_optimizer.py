@@ -1,23 +1,18 @@
 """An optimizer whose state is spread over the ranks that hold the same parameters."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from moekit._buckets import BUCKET_BYTES, Parcel, Shards, gather, scatter_sum, scatter_sums
 from moekit.mesh import all_reduce, describe_place, place, ranks_of
 from moekit.optim import Optimizer, Scaled, check_apart, matching_leaves
 from moekit.profiling import ranged
-from moekit.tree import held, in_turn, is_hollow, map_named, named, on_mesh
-
-BUCKET_BYTES = 2**28
+from moekit.tree import held, is_hollow, map_named, named, on_mesh
 
 
 def shard_optimizer(
@@ -147,9 +142,8 @@ def shard_optimizer(
             elif plan.whole:
                 shards[name] = plan.all_reduce(grad.to(plan.dtype))
             else:
-                todo.append(Parcel(name, plan, plan.dtype, grad, held(master[name])))
-        for bucket, flat in _ahead(_buckets(todo, bucket_bytes), _reduce_scatter):
-            shards.update(_unpack_shards(bucket, flat))
+                todo.append(Parcel(name, plan.shards, plan.dtype, grad, held(master[name])))
+        shards |= scatter_sums(todo, bucket_bytes)
         del todo
         summed = map_named(lambda name, p: plans[name].wrap(shards.pop(name), like=p), params)
         updated, _ = optimizer.update(summed, state["inner"], state["master"])
@@ -168,7 +162,9 @@ def shard_optimizer(
             if plan.whole:
                 held(leaves[name]).copy_(held(master[name]))
             else:
-                todo.append(Parcel(name, plan, leaves[name].dtype, held(leaves[name]), held(master[name])))
+                todo.append(
+                    Parcel(name, plan.shards, leaves[name].dtype, held(leaves[name]), held(master[name]))
+                )
         gather(todo, bucket_bytes)
         return params, state
 
@@ -182,8 +178,7 @@ def shard_optimizer(
         elif plan.whole:
             shard = plan.all_reduce(local.to(plan.dtype))
         else:  # waited for at its first use, so that backward goes on
-            parcel = Parcel(name, plan, plan.dtype, local, local)
-            shard = _unpack_shards([parcel], AsyncCollectiveTensor(_reduce_scatter([parcel])))[name]
+            shard = scatter_sum(Parcel(name, plan.shards, plan.dtype, local, local))
         return plan.wrap(shard, like=grad)
 
     return Optimizer(init, update, on_grad if reduce == "micro_batch" else None)
@@ -195,53 +190,23 @@ class Plan(NamedTuple):
     dtype: torch.dtype  # of masters and summed gradients
     partial: tuple[Placement, ...] = ()  # of a gradient before it is summed
     sharded: tuple[Placement, ...] = ()  # of a master
-    mesh: DeviceMesh | None = None
-    axis: int = 0  # mesh axis that is summed over
-    n: int = 1  # its size
-    rank: int = 0  # this rank's place on it
-    whole: bool = True  # no dim is sharded over it
-    dim: int = 0  # the dim that is
-
-    def length(self, shape: torch.Size) -> int:
-        """Return the length along `dim` of a shard, of all but the last ones; as DTensor and torch.chunk."""
-        return -(-shape[self.dim] // self.n)
-
-    def shard_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        """Return the shape of a shard that is padded to full length."""
-        return (*shape[: self.dim], self.length(shape), *shape[self.dim + 1 :])
-
-    def trim(self, padded: Tensor, shape: torch.Size) -> Tensor:
-        """Cut the padding off this rank's shard of a leaf of a shape."""
-        length = self.length(shape)
-        start = min(self.rank * length, shape[self.dim])
-        rest = min(length, shape[self.dim] - start)
-        return padded if rest == length else padded.narrow(self.dim, 0, rest)
+    shards: Shards = Shards()  # over the ranks that are summed over
+    whole: bool = True  # no dim is sharded over them
 
     def part(self, x: Tensor) -> Tensor:
         """Return a copy of this rank's part of a leaf, in the masters' dtype."""
         if not self.whole:
-            x = self.trim(self.split(x)[self.rank], x.shape)
+            x = self.shards.trim(self.shards.split(x)[self.shards.rank], x.shape)
         return x.detach().to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
-    def split(self, x: Tensor) -> Tensor:
-        """Return the shards of a leaf as (n, *shard): a view, or padded with zeros where they are uneven."""
-        length = self.length(x.shape)
-        if missing := self.n * length - x.shape[self.dim]:
-            x = F.pad(x, (0, 0) * (x.ndim - 1 - self.dim) + (0, missing))
-        return x.unflatten(self.dim, (self.n, length)).movedim(self.dim, 0)
-
     def all_reduce(self, x: Tensor) -> Tensor:
-        return x if self.mesh is None else all_reduce(x, self.mesh, self.axis)
-
-    def group(self) -> str:
-        assert self.mesh is not None
-        return self.mesh.get_group(self.axis).group_name
+        return x if self.shards.mesh is None else all_reduce(x, self.shards.mesh, self.shards.axis)
 
     def wrap(self, local: Tensor, *, like: Tensor) -> Tensor:
         return on_mesh(local, like=like, placements=self.sharded)
 
     def is_reduced(self, grad: Tensor) -> bool:
-        return self.n == 1 or (isinstance(grad, DTensor) and grad.placements == self.sharded)
+        return self.shards.n == 1 or (isinstance(grad, DTensor) and grad.placements == self.sharded)
 
     def check_gradient(self, name: str, grad: Tensor) -> None:
         if place(grad) not in (self.at(self.partial), self.at(self.sharded)):
@@ -258,7 +223,7 @@ class Plan(NamedTuple):
             )
 
     def at(self, placements: tuple[Placement, ...]) -> tuple | None:
-        return None if self.mesh is None else (self.mesh, placements)
+        return None if self.shards.mesh is None else (self.shards.mesh, placements)
 
 
 def _plan(name: str, x: Tensor, mesh: DeviceMesh | None) -> Plan:
@@ -294,101 +259,5 @@ def _plan(name: str, x: Tensor, mesh: DeviceMesh | None) -> Plan:
     partial = tuple(Partial() if i in copies else p for i, p in enumerate(placements))
     axis = copies[0] if copies else 0
     n = on.size(axis) if copies else 1
-    where = {"whole": n == 1 or axis not in dims, "dim": dims.get(axis, 0)}
-    return Plan(dtype, partial, sharded, on, axis, n, on.get_local_rank(axis), **where)
-
-
-class Parcel(NamedTuple):
-    """One leaf on its way: a gradient to be summed, or the shards of ranks to be gathered into the whole."""
-
-    name: str
-    plan: Plan
-    dtype: torch.dtype  # it travels in
-    full: Tensor  # the gradient, or the whole
-    shard: Tensor  # this rank's
-
-
-_Bucket = list[Parcel]
-
-
-def gather(parcels: Iterable[Parcel], bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Fill what is whole with the shards of all ranks, in buckets: one travels as the next is packed."""
-    for bucket, flat in _ahead(_buckets(parcels, bucket_bytes), _all_gather):
-        _unpack_params(bucket, flat)
-
-
-def _buckets(parcels: Iterable[Parcel], limit: int) -> Iterator[_Bucket]:
-    """Group parcels of one mesh axis and dtype, in an order that is the same on every rank."""
-    filling: dict[tuple, tuple[_Bucket, int]] = {}
-    for parcel in parcels:
-        key = (parcel.plan.mesh, parcel.plan.axis, parcel.dtype)
-        size = parcel.full.numel() * parcel.dtype.itemsize
-        bucket, total = filling.pop(key, ([], 0))
-        if bucket and total + size > limit:
-            yield bucket
-            bucket, total = [], 0
-        bucket.append(parcel)
-        filling[key] = (bucket, total + size)
-    for bucket, _ in filling.values():
-        yield bucket
-
-
-def _ahead(
-    buckets: Iterable[_Bucket], launch: Callable[[_Bucket], Tensor]
-) -> Iterator[tuple[_Bucket, Tensor]]:
-    """Launch a bucket before the one in front of it is waited for: packing hides behind transport."""
-    before = None
-    for bucket in buckets:
-        launched = bucket, launch(bucket)
-        if before:
-            yield before[0], torch.ops._c10d_functional.wait_tensor(before[1])
-        before = launched
-        if in_turn(launched[1]):
-            yield bucket, torch.ops._c10d_functional.wait_tensor(launched[1])
-            before = None
-    if before:
-        yield before[0], torch.ops._c10d_functional.wait_tensor(before[1])
-
-
-def _reduce_scatter(bucket: _Bucket) -> Tensor:
-    plan, dtype = bucket[0].plan, bucket[0].dtype
-    pieces = [parcel.plan.split(parcel.full) for parcel in bucket]
-    if len(pieces) == 1 and pieces[0].dtype == dtype and pieces[0].is_contiguous():
-        flat = pieces[0]  # a large leaf needs no copy
-    else:
-        sizes = [piece[0].numel() for piece in pieces]
-        flat = pieces[0].new_empty((plan.n, sum(sizes)), dtype=dtype)
-        for room, piece in zip(flat.split(sizes, 1), pieces, strict=True):
-            room.unflatten(1, piece.shape[1:]).copy_(piece)
-    return torch.ops._c10d_functional.reduce_scatter_tensor(flat.view(-1), "sum", plan.n, plan.group())
-
-
-def _unpack_shards(bucket: _Bucket, flat: Tensor) -> dict[str, Tensor]:
-    shapes = [parcel.plan.shard_shape(parcel.full.shape) for parcel in bucket]
-    parts = flat.split([math.prod(shape) for shape in shapes]) if len(bucket) > 1 else [flat]
-    return {
-        parcel.name: parcel.plan.trim(part.view(shape), parcel.full.shape)
-        for parcel, part, shape in zip(bucket, parts, shapes, strict=True)
-    }
-
-
-def _all_gather(bucket: _Bucket) -> Tensor:
-    plan = bucket[0].plan
-    shapes = [parcel.plan.shard_shape(parcel.full.shape) for parcel in bucket]
-    sizes = [math.prod(shape) for shape in shapes]
-    flat = bucket[0].full.new_empty(sum(sizes))
-    for parcel, room, shape in zip(bucket, flat.split(sizes), shapes, strict=True):
-        parcel.plan.trim(room.view(shape), parcel.full.shape).copy_(parcel.shard)
-    return torch.ops._c10d_functional.all_gather_into_tensor(flat, plan.n, plan.group())
-
-
-def _unpack_params(bucket: _Bucket, flat: Tensor) -> None:
-    shapes = [parcel.plan.shard_shape(parcel.full.shape) for parcel in bucket]
-    parts = flat.view(bucket[0].plan.n, -1).split([math.prod(shape) for shape in shapes], 1)
-    for parcel, part, shape in zip(bucket, parts, shapes, strict=True):
-        plan, param, pieces = parcel.plan, parcel.full, part.unflatten(1, shape)
-        if param.shape[plan.dim] % plan.n == 0:
-            plan.split(param).copy_(pieces)
-        else:
-            whole = pieces.movedim(0, plan.dim).flatten(plan.dim, plan.dim + 1)
-            param.copy_(whole.narrow(plan.dim, 0, param.shape[plan.dim]))
+    shards = Shards(on, axis, n, on.get_local_rank(axis), dims.get(axis, 0))
+    return Plan(dtype, partial, sharded, shards, whole=n == 1 or axis not in dims)

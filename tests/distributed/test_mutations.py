@@ -92,9 +92,11 @@ def test_one_ranks_contribution_that_is_dropped_is_named():
     assert red(reading(experts_of_rank_1_without_gradient), dict(edp=1, ep=2)) == EXPERTS
 
 
-def test_a_router_gradient_left_unsummed_is_named():
-    assert red(reading(router_unsummed), dict(edp=2, ep=1)) == ROUTERS
-    assert red(reading(router_unsummed), dict(edp=1, ep=2)) == ROUTERS
+@pytest.mark.parametrize("layout", [dict(edp=2, ep=1), dict(edp=1, ep=2)])
+def test_a_router_gradient_that_would_be_left_unsummed_is_refused_by_name(layout):
+    says = r"labelled as what is still to be summed, \[Partial\(sum\)\] for \S*router, got \(Replicate\(\),\)"
+    with pytest.raises(RuntimeError, match=says):
+        check_gradients(reading(router_unsummed), PARAMS, BATCH, [layout])
 
 
 def test_local_denominators_are_seen_where_masks_are_unequal():
