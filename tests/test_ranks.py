@@ -103,6 +103,17 @@ def test_all_exceptions_are_reported():
     assert all(f"rank {r} of 3" in str(error.value) and f"needle {r}" in str(error.value) for r in range(3))
 
 
+def test_what_several_ranks_say_is_told_once():
+    def fn():
+        raise ValueError("another" if dist.get_rank() == 2 else "needle")
+
+    with pytest.raises(RuntimeError) as error:
+        ranks(4)(fn)
+    said = str(error.value)
+    assert "ranks [0, 1, 3] of 4 failed" in said and "rank 2 of 4 failed" in said
+    assert said.count("ValueError: needle") == said.count("ValueError: another") == 1
+
+
 def test_a_failed_rank_does_not_leave_the_others_waiting_in_a_collective():
     def fn():
         if dist.get_rank() == 2:

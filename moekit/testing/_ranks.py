@@ -198,7 +198,13 @@ class _Pool:
             self.grow(n)
             return [pickle.loads(results[rank]) for rank in range(n)]
         late = sorted(set(running.values()))
-        parts = [f"rank {rank} of {n} failed:\n{text}" for rank, text in failed.items()]
+        said: dict[str, list[int]] = {}  # what several ranks say is told once
+        for rank, text in failed.items():
+            said.setdefault(text, []).append(rank)
+        parts = [
+            f"{f'rank {which[0]}' if len(which) == 1 else f'ranks {sorted(which)}'} of {n} failed:\n{text}"
+            for text, which in said.items()
+        ]
         if late:
             how = f"{grace:g} s after that" if failed else f"within {timeout:g} s"
             parts.append(f"ranks {late} of {n} did not answer {how} and were killed; they stood at:")
