@@ -172,7 +172,7 @@ def test_the_tolerance_follows_the_dtype_or_is_given():
     def nearly(params, rows, *, mesh):
         return loss(params, rows, mesh=mesh) * (1 if mesh is None else 1 + 1e-6)
 
-    check_gradients(nearly, PARAMS.float(), ROWS.float(), [dict(edp=1)])
+    check_gradients(nearly, PARAMS.float(), ROWS.float(), dict(edp=1))
     check_gradients(nearly, PARAMS, ROWS, [dict(edp=1)], rtol=1e-5)
     with pytest.raises(AssertionError, match="more than 1e-10: loss on edp=1; w on edp=1"):
         check_gradients(nearly, PARAMS, ROWS, [dict(edp=1)])

@@ -28,7 +28,7 @@ def check_gradients(
     loss: Callable,
     params: TensorDict,
     batch: Any,
-    layouts: Iterable[Layout],
+    layouts: Iterable[Layout] | Layout,
     *,
     compose: Callable | None = None,
     rtol: float | None = None,
@@ -45,7 +45,7 @@ def check_gradients(
         Full parameters, plain tensors on the CPU; each layout places them by :func:`moekit.mesh.layout`.
     batch : pytree
         The global batch. Tensors are divided by their leading dim, 0-d tensors (its totals) are shared.
-    layouts : iterable of dict
+    layouts : iterable of dict, or one
         ``edp`` and ``ep`` (default 1), ``cp``: ranks of these among which the rows of a
         :class:`moekit.batch.Batch` are split (then ``loss`` takes ``context``; default 1), ``accumulate``:
         micro-batches (default 1), ``rows``: rows of the batch on each rank, or on each ``cp`` of them
@@ -74,7 +74,7 @@ def check_gradients(
     ValueError
         When a layout does not fit the batch.
     """
-    layouts = [dict(layout) for layout in layouts]
+    layouts = [dict(layout) for layout in ([layouts] if isinstance(layouts, Mapping) else layouts)]
     for layout in layouts:
         _rows(batch, layout)
     compose = compose or _compose
