@@ -74,7 +74,8 @@ def check_gradients(
     ValueError
         When a layout does not fit the batch.
     """
-    layouts = [dict(layout) for layout in ([layouts] if isinstance(layouts, Mapping) else layouts)]
+    given: list[Any] = [layouts] if isinstance(layouts, Mapping) else list(layouts)
+    layouts = [dict(layout) for layout in given]
     for layout in layouts:
         _rows(batch, layout)
     compose = compose or _compose
