@@ -111,9 +111,10 @@ def config_from_hf(source: str | PathLike | Mapping[str, Any]) -> ModelConfig:
     Muennighoff et al., OLMoE, 2024. https://arxiv.org/abs/2409.02060
     """
     entries = dict(source) if isinstance(source, Mapping) else _read_json(_config_path(source))
-    rope = entries.pop("rope_parameters", None)
-    rope = {"rope_theta": entries.pop("rope_theta", 10_000.0)} | (rope or {})
-    problems = [
+    given = entries.pop("rope_parameters", None) or {}
+    problems = [] if isinstance(given, dict) else [f"rope_parameters={given!r}, which is no dict"]
+    rope = {"rope_theta": entries.pop("rope_theta", 10_000.0), **({} if problems else given)}
+    problems += [
         f"{key}={entries[key]!r} where moekit's OLMoE has {value!r}"
         for key, value in _FIXED.items()
         if entries.get(key, value) != value
@@ -126,10 +127,13 @@ def config_from_hf(source: str | PathLike | Mapping[str, Any]) -> ModelConfig:
     if entries.get("num_key_value_heads") is None:
         entries["num_key_value_heads"] = entries.get("num_attention_heads")
     fields = {field: entries.get(key, default) for key, (field, default) in _FIELDS.items()}
+    typed = [(key, fields[field], ModelConfig.__annotations__[field]) for key, (field, _) in _FIELDS.items()]
+    typed += [("norm_topk_prob", entries.get("norm_topk_prob", False), bool)]
+    typed += [("head_dim", entries.get("head_dim") or 0, int), ("rope_theta", rope["rope_theta"], float)]
     problems += [
-        f"{key}={fields[field]!r}, which is not a number"
-        for key, (field, _) in _FIELDS.items()
-        if not isinstance(fields[field], int | float)
+        f"{key}={value!r}, which is no {kind.__name__}"
+        for key, value, kind in typed
+        if type(value) is not kind and not (kind is float and type(value) is int)
     ]
     if not problems:
         d_model, n_heads = fields["d_model"], fields["n_heads"]
@@ -493,6 +497,10 @@ def _open_all(folder: Path, stack: ExitStack) -> dict[str, Any]:
             f"{'both' if single.exists() else 'neither'}"
         )
     weight_map = _read_json(index).get("weight_map", {}) if index.exists() else None
+    if weight_map is not None and not (
+        isinstance(weight_map, dict) and all(isinstance(name, str) for name in weight_map.values())
+    ):
+        raise ValueError(f"import_olmoe needs the name of a file for each tensor of {index}, got others")
     stored: dict[str, Any] = {}
     for name in [_SINGLE] if weight_map is None else sorted(set(weight_map.values())):
         try:

@@ -232,6 +232,13 @@ def test_a_configuration_survives_the_way_there_and_back(folder):
         {"head_dim": 16},
         {"num_experts": None},
         {"num_hidden_layers": "2"},
+        {"num_experts": 4.0},
+        {"num_experts_per_tok": True},
+        {"head_dim": "16"},
+        {"norm_topk_prob": "false"},
+        {"tie_word_embeddings": 1},
+        {"rope_theta": "1e4", "rope_parameters": None},
+        {"rope_parameters": [1e4]},
         {"quantization_config": {"bits": 8}},
     ],
     ids=lambda change: next(iter(change)),
@@ -317,6 +324,10 @@ def test_an_index_that_lists_other_tensors_than_its_files_hold_is_an_error(olmoe
     path.write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"a difference in model\.norm\.weight"):
         hf.import_olmoe(tmp_path / "m", config=hf.config_from_hf(tmp_path / "m"))
+    for damaged in ([1], index["weight_map"] | {"lm_head.weight": 5}):
+        path.write_text(json.dumps({"weight_map": damaged}))
+        with pytest.raises(ValueError, match=r"needs the name of a file for each tensor of .*index"):
+            hf.import_olmoe(tmp_path / "m", config=hf.config_from_hf(tmp_path / "m"))
 
 
 @pytest.mark.parametrize(
