@@ -500,6 +500,8 @@ def test_what_no_report_could_draw_is_refused_when_it_is_logged(tmp_path, unchec
         ({"loss": None}, "got loss=None"),
         ({"loss": 1.0, "name": "x", "a": torch.ones(2)}, "got name='x', a=tensor([1., 1.])"),
         ({"rows": np.ones(1)}, "got rows=array([1.])"),
+        ({"load/rows": {"0": [1, 2], "1": [1]}}, "got load/rows={'0': [1, 2], '1': [1]}"),
+        ({"load/rows": {"0": 1}, "none": {}}, "got load/rows={'0': 1}, none={}"),
     ):
         with refuses(f"Run.log needs numbers, 0-d tensors and a whole number as step, {says}", TypeError):
             run.log(wrong, step=1)

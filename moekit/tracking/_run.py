@@ -80,8 +80,8 @@ class Run:
         A :class:`Progress` writes a step when it gets the next one, or is paused. wandb takes steps in their
         order, and leaves out those that come late, with a warning: log figures of your own after these.
 
-        Numbers and 0-d tensors, and lists of numbers by the number of their layer, such as ``load/rows``,
-        which wandb gets as an image.
+        Numbers and 0-d tensors, and lists of numbers, as many in each, by the number of their layer, such as
+        ``load/rows``, which wandb gets as an image.
 
         Raises
         ------
@@ -94,7 +94,7 @@ class Run:
             name: x.item() if isinstance(x, Tensor | np.generic) and x.ndim == 0 else x
             for name, x in figures.items()
         }
-        wrong = [name for name, x in figures.items() if not isinstance(x, int | float | dict)]
+        wrong = [name for name, x in figures.items() if not isinstance(x, int | float) and not _is_image(x)]
         if wrong or not isinstance(step, int):
             got = ", ".join(f"{name}={figures[name]!r}" for name in wrong) or f"{step=}"
             raise TypeError(f"Run.log needs numbers, 0-d tensors and a whole number as step, got {got}")
@@ -126,6 +126,12 @@ class Run:
             self._file.close()  # and with it the lock
             if self.wandb is not None:
                 self.wandb.finish()
+
+
+def _is_image(x: Any) -> bool:
+    """Whether a figure is lists of one length, by their layer."""
+    lists = isinstance(x, dict) and all(isinstance(row, list) for row in x.values())
+    return lists and len({len(row) for row in x.values()}) == 1
 
 
 def start_run(
