@@ -515,8 +515,8 @@ def _misfits(manifest: dict, wanted: Leaves, only: Collection[str] | None, cast:
                 yield f"{name}: {theirs or 'missing'} in the checkpoint, a hollow {mine} in the tree"
         elif name in hollow and _within(name, only):
             yield (
-                f"{name}: hollow in the checkpoint, of a run that had it in eight bits alone; read the rest "
-                "(only=) and make it from its master"
+                f"{name}: hollow in the checkpoint, of a run that had it in eight bits alone; go on with its "
+                "precision, or read the rest (only=) and make it from its master"
             )
         elif name not in saved:
             yield f"{name}: missing in the checkpoint"

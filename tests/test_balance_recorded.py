@@ -242,6 +242,8 @@ def test_recordings_that_do_not_fit_together_are_refused(tmp_path, unchecked):
         write_recording(tmp_path / "file", [a_recording(), a_recording(s=5)])
     with refuses("write_recording needs a step at least, got none"):
         write_recording(tmp_path / "file", [])
+    with refuses("write_recording needs a sequence of recordings, got one; pass [recording]", TypeError):
+        write_recording(tmp_path / "file", a_recording())
     files = [files_of_ranks(tmp_path / f"{n}", a_recording(n=n, b=6), 3, 6)[i] for i, n in enumerate((2, 1))]
     with refuses("(n_experts, steps, layers, positions, top_k), got [(6, 1, 2, 4, 2), (6, 2, 2, 4, 2)]"):
         read_recording(*files)

@@ -155,7 +155,11 @@ def write_recording(
     ------
     ValueError
         When there is nothing to write, or sizes differ.
+    TypeError
+        For a single recording in place of a sequence.
     """
+    if isinstance(steps, Recording):
+        raise TypeError("write_recording needs a sequence of recordings, got one; pass [recording]")
     if not steps:
         raise ValueError("write_recording needs a step at least, got none")
     whole = _joined("write_recording", steps, 0)
