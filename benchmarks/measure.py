@@ -406,13 +406,19 @@ def refuse_unknown(what: str, given: Sequence[str], known: Sequence[str]) -> Non
 
 
 def check_run(cfg: Any, device: str) -> None:
-    """End the program where nothing could be measured: without shapes, parts, rounds, tokens or a device."""
+    """End the program where nothing could be measured or written: no shapes, rounds, tokens, device or file."""
     for name in ("shapes", "parts"):
         if not getattr(cfg, name, True):
             raise SystemExit(f"a benchmark needs --{name} of one or more, got none")
     for name in ("rounds", "calls", "batch_size", "seq_len", "n_microbatches"):
         if (n := getattr(cfg, name, 1)) < 1:
             raise SystemExit(f"a benchmark needs --{name.replace('_', '-')} of at least 1, got {n}")
+    for name in ("json", "plot"):
+        path = getattr(cfg, name, None)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise SystemExit(f"a benchmark needs --{name} to be a file that it may write, got {path}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"--device {device} needs CUDA, and torch finds none; leave it out, or take cpu")
 

@@ -268,6 +268,12 @@ def test_a_step_with_unknown_candidates_or_nothing_to_measure_is_refused(options
         as_main(BENCHMARKS / "train_step.py", *options)
 
 
+def test_a_record_that_could_not_be_written_is_refused_before_anything_is_measured(tmp_path):
+    for option in ("json", "plot"):
+        with pytest.raises(SystemExit, match=f"needs --{option} to be a file that it may write, got {tmp_path}"):
+            moe_layer.main(moe_layer.Config(device="cpu", **{option: tmp_path}))
+
+
 def test_no_rounds_no_device_and_more_experts_a_token_than_there_are_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for module in (moe_layer, moe_kernels, dispatch):
