@@ -406,7 +406,7 @@ def refuse_unknown(what: str, given: Sequence[str], known: Sequence[str]) -> Non
 
 
 def check_run(cfg: Any, device: str) -> None:
-    """End the program where nothing could be measured or written: no shapes, rounds, tokens, device or file."""
+    """End the program where nothing could be measured or written: no shapes, rounds, device or file."""
     for name in ("shapes", "parts"):
         if not getattr(cfg, name, True):
             raise SystemExit(f"a benchmark needs --{name} of one or more, got none")
