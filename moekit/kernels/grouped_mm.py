@@ -225,8 +225,7 @@ def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor
             out.zero_()
         return
     size = rows.element_size()
-    adds = add and out.dtype == torch.float32
-    quarters = quarters_of(out, 512 // size) if adds else None
+    quarters = quarters_of(out, 512 // size, add=add) if add else None
     _multiply_transposed[(n_processors(rows.device),)](
         *(rows, grad, out, quarters, offsets),
         **dict(n_groups=e, K=k, N=n, ADD=add),
@@ -235,14 +234,15 @@ def _launch_weight_grad(rows: Tensor, grad: Tensor, offsets: Tensor, out: Tensor
     )
 
 
-def quarters_of(out: Tensor, block_n: int) -> Any:
+def quarters_of(out: Tensor, block_n: int, *, add: bool) -> Any:
     """Return a descriptor of quarters of tiles, which the memory system stores or adds, where it can.
 
-    It adds float32 alone, and a tile has to be of one matrix.
+    It adds float32 alone, stores bfloat16 too, and a tile has to be of one matrix.
     """
     e, k, n = out.shape
+    dtypes = (torch.float32,) if add else (torch.float32, torch.bfloat16)
     fits = k % BLOCK_M == 0 and n * out.element_size() % 16 == 0 and out.data_ptr() % 16 == 0
-    if is_hopper(out) and out.dtype in (torch.float32, torch.bfloat16) and fits:
+    if is_hopper(out) and out.dtype in dtypes and fits:
         return TensorDescriptor.from_tensor(out.view(e * k, n), [BLOCK_M, block_n // 4])
     return None
 

@@ -275,14 +275,13 @@ def _launch_weight_grad(
     e, k, n = out.shape
     if not out.numel():
         return
-    adds = not add or out.dtype == torch.float32
     is_long = rows.shape[1] >= 2048 * e  # else two programs a processor hide the ends of each other's groups
     block_n, n_programs, n_warps, n_stages = (256, 1, 8, 4) if is_long else (128, 2, 4, 3)
     _multiply_columns[(n_programs * n_processors(rows.device),)](
         TensorDescriptor.from_tensor(rows, [BLOCK_M, STEP]),
         TensorDescriptor.from_tensor(grad, [block_n, STEP]),
         *(scales.T.contiguous(), grad_scales.T.contiguous(), out),
-        *(quarters_of(out, block_n) if adds else None, ends),
+        *(quarters_of(out, block_n, add=add), ends),
         **dict(n_groups=e, K=k, N=n, ADD=add, BLOCK_M=BLOCK_M, BLOCK_N=block_n, STEP=STEP),
         **dict(num_warps=n_warps, num_stages=n_stages),
     )
