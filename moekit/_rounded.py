@@ -221,16 +221,20 @@ def _round(w: Tensor, form: Format) -> Generator[Parcel, None, Quantized]:
     """Round along the last dim; of a matrix that ranks share, return the whole, and yield what fills it."""
     check_not_hollow("round_weights", weights=w)
     local = held(w).contiguous()
-    shared = [] if not isinstance(w, DTensor) else [
-        (axis, p.dim) for axis, p in enumerate(w.placements)
-        if isinstance(p, Shard) and p.dim >= w.ndim - 2 and w.device_mesh.size(axis) > 1
-    ]  # fmt: skip
-    if not shared or not isinstance(w, DTensor):
+    if not isinstance(w, DTensor):
+        return quantize(local, form)
+    mesh, last = w.device_mesh, w.shape[-1]
+    shared = [
+        (axis, p.dim)
+        for axis, p in enumerate(w.placements)
+        if isinstance(p, Shard) and p.dim >= w.ndim - 2 and mesh.size(axis) > 1
+    ]
+    if not shared:
         return quantize(local, form)
     if len(shared) > 1:
         raise ValueError(f"round_weights needs matrices that one mesh axis shards, got {w.placements}")
-    ((axis, dim),), mesh = shared, w.device_mesh
-    n, last = mesh.size(axis), w.shape[-1]
+    ((axis, dim),) = shared
+    n = mesh.size(axis)
     shards = Shards(mesh, axis, n, mesh.get_local_rank(axis), dim)
 
     def whole(x: Tensor, n_last: int) -> tuple[Tensor, Parcel]:

@@ -125,3 +125,13 @@ def test_weights_come_from_masters_in_eight_bits_and_few_collectives(n, policy, 
             if "experts" in name:
                 want = want.chunk(ep)[rank % ep]
             assert torch.equal(mine[name], want), name
+
+
+def test_a_matrix_that_two_mesh_axes_shard_is_refused():
+    def run():
+        mesh = mk.make_mesh(edp=2, ep=2, device="cpu")
+        w = distribute_tensor(torch.ones(4, 32), mesh, [Shard(0), Shard(1)])
+        round_matrix(w, FORMATS["fp8_rowwise"], None)
+
+    with pytest.raises(RuntimeError, match="round_weights needs matrices that one mesh axis shards, got"):
+        ranks(4)(run)
