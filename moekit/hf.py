@@ -373,12 +373,11 @@ def export_olmoe(
             raise ValueError(f"export_olmoe needs a new folder, got {target}, which exists; remove it first")
         if here == (0, 0):
             with suppress(FileNotFoundError):
-                left = _lock(partial)  # by an export that was killed
-                shutil.rmtree(partial)
-                os.close(left)
+                undo.callback(os.close, _lock(partial))
+                shutil.rmtree(partial)  # of an export that was killed
             partial.mkdir(parents=True)
-            undo.callback(shutil.rmtree, partial, ignore_errors=True)
             undo.callback(os.close, _lock(partial))
+            undo.callback(shutil.rmtree, partial, ignore_errors=True)  # before others can lock it
 
     def write() -> None:
         for file in files:
