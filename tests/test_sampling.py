@@ -63,9 +63,7 @@ def test_bad_input_is_refused(prompt, options):
         mk.generate(PARAMS, prompt, 1, config=CONFIG, key=KEY, **options)
 
 
-@pytest.mark.parametrize("options", [dict(context=object()), dict(documents=torch.zeros(1, 2).long())])
-def test_options_of_rows_of_one_length_are_refused(options):
-    with pytest.raises(
-        ValueError, match=f"of rows of one length or a part of them, got {next(iter(options))};"
-    ):
-        mk.generate(PARAMS, torch.tensor([[1, 2]]), 1, config=CONFIG, key=KEY, **options)
+@pytest.mark.parametrize("name", ["context", "documents", "expert_ids", "x", "stage"])
+def test_options_of_rows_of_one_length_are_refused(name):
+    with pytest.raises(ValueError, match=f"of rows of one length or a part of them, got {name};"):
+        mk.generate(PARAMS, torch.tensor([[1, 2]]), 1, config=CONFIG, key=KEY, **{name: object()})
