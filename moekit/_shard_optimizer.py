@@ -92,9 +92,9 @@ def shard_optimizer(
     if optimizer.on_grad is not None:
         raise ValueError("shard_optimizer needs an optimizer without an on_grad; wrap it only once")
 
-    known: dict[tuple, Plan] = {}
+    known: dict[tuple, _Plan] = {}
 
-    def plan_of(name: str, x: Tensor) -> Plan:
+    def plan_of(name: str, x: Tensor) -> _Plan:
         key = (place(x), x.ndim, x.dtype)
         if key not in known:
             known[key] = _plan(name, x, mesh)
@@ -184,7 +184,7 @@ def shard_optimizer(
     return Optimizer(init, update, on_grad if reduce == "micro_batch" else None)
 
 
-class Plan(NamedTuple):
+class _Plan(NamedTuple):
     """How leaves of one placement are reduced and sharded."""
 
     dtype: torch.dtype  # of masters and summed gradients
@@ -226,7 +226,7 @@ class Plan(NamedTuple):
         return None if self.shards.mesh is None else (self.shards.mesh, placements)
 
 
-def _plan(name: str, x: Tensor, mesh: DeviceMesh | None) -> Plan:
+def _plan(name: str, x: Tensor, mesh: DeviceMesh | None) -> _Plan:
     """Make the plan of a parameter, or of its gradient."""
     if not x.is_floating_point():
         raise ValueError(f"shard_optimizer needs floating-point parameters, got {x.dtype} for {name}")
@@ -237,7 +237,7 @@ def _plan(name: str, x: Tensor, mesh: DeviceMesh | None) -> Plan:
                 f"shard_optimizer needs DTensors on a mesh, got a plain tensor for {name}; place the "
                 "parameters with distribute or init_params(mesh=mesh), or pass mesh=None"
             )
-        return Plan(dtype)
+        return _Plan(dtype)
     if mesh is None or not ranks_of(x.device_mesh) <= ranks_of(mesh):
         raise ValueError(
             f"shard_optimizer needs a mesh with all ranks that hold {name}, which is {describe_place(x)}, "
@@ -260,4 +260,4 @@ def _plan(name: str, x: Tensor, mesh: DeviceMesh | None) -> Plan:
     axis = copies[0] if copies else 0
     n = on.size(axis) if copies else 1
     shards = Shards(on, axis, n, on.get_local_rank(axis), dims.get(axis, 0))
-    return Plan(dtype, partial, sharded, shards, whole=n == 1 or axis not in dims)
+    return _Plan(dtype, partial, sharded, shards, whole=n == 1 or axis not in dims)

@@ -41,7 +41,7 @@ class Batch:
         Totals of the global batch: targets that count, and tokens that are not padding. `count_tokens` fills
         them in.
     n_ranks : int, optional
-        How many ranks share the global batch, where a `moekit.data.Loader` has drawn it for a mesh.
+        How many ranks share the global batch, where a `moekit.data.Loader` has drawn it, without ``part``.
     positions : Int[Tensor, "b s"], optional
         Which positions of its row these are, where `moekit.context.split_context` has left a part of them.
     expert_ids : Integer[Tensor, "b l s k"], optional

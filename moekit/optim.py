@@ -431,7 +431,7 @@ def _placed_leaves(who: str, what: str, tree: TensorDict, leaves: dict[str, Tens
 
 
 def check_apart(who: str, leaves: dict[str, Tensor]) -> None:
-    """Raise ``ValueError`` for two names of one tensor, or of a view of it: each would update it."""
+    """Raise ``ValueError`` for two names of memory that begins at one place: each would update it."""
     first: dict[int, str] = {}
     for name, p in leaves.items():
         if not has_values(held(p)) or not held(p).numel():

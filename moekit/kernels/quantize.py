@@ -26,9 +26,8 @@ from moekit.kernels._backend import (
 )
 
 STEP = 128  # rows that a product over rows takes at a time: groups of columns begin at its multiples
-SMALLEST = (
-    1e-30  # of what is scaled to the largest element: less than any that matters; its inverse is finite
-)
+# What is scaled to the largest element is this at least: less than any that matters; its inverse is finite.
+SMALLEST = 1e-30
 
 
 @dataclass(frozen=True)
