@@ -155,6 +155,10 @@ def test_names_that_differ_by_a_prefix_are_said_to(saved, tmp_path):
     refused(
         'the tree has the names of the checkpoint under "params.": pass that part', tmp_path / "bare", tree
     )
+    save(tmp_path / "both", {"masters": {"of": state()["params"]}, "params": state()["params"]})
+    refused(says, tmp_path / "both", tree["params"])  # the shorter one
+    more = TensorDict({**tree["params"], "head": torch.zeros(2)})
+    assert "under" not in refused("head: missing", saved, more)
     del tree["params"]["embedding"]
     assert "under" not in refused("params.embedding: unused", saved, tree)
 

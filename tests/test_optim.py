@@ -341,6 +341,8 @@ def test_two_names_of_one_tensor_are_refused(wrap):
             wrap(adamw(0.1)).init(TensorDict({"embedding": w, "gain": torch.ones(2), "head": other}))
     halves = TensorDict(dict(zip("ab", torch.ones(6).split(3), strict=True)))  # of one buffer: each its own
     assert wrap(adamw(0.1)).init(halves).keys()
+    empty = TensorDict({name: torch.ones(0, 3) for name in "ab"})  # as of ranks without a part
+    assert wrap(adamw(0.1)).init(empty).keys()
 
 
 def test_a_chain_is_made_of_optimizers():
