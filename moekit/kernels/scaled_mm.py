@@ -312,5 +312,5 @@ def _multiply_columns(
 
 register_flop_formula([torch.ops.moekit.native_mm])(lambda x, _, w, *__, **___: 2 * x[0] * x[1] * w[-2])
 register_flop_formula([torch.ops.moekit.scaled_weight_grad, torch.ops.moekit.scaled_weight_grad_into])(
-    lambda a, _, b, *__, **___: 2 * a[0] * a[1] * b[0]
+    lambda a, _, b, __, ends, *___, **____: 2 * a[0] * (a[1] - STEP * ends[0]) * b[0]  # without padding
 )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from reference import close, draw, refuses
+from torch.utils.flop_counter import FlopCounterMode
 
 from moekit.kernels.permute import expert_slots, scatter, scatter_quantized
 from moekit.kernels.quantize import (
@@ -115,6 +116,17 @@ def test_the_kernel_of_weights_gradients_sums_as_the_reference_does(k, n, counts
         into = torch.ones(3, k, n, dtype=dtype)
         assert scaled_weight_grad(*columns, dtype=torch.bfloat16, into=into, kernels="native") is None
         close(into.float() - 1, want, most)
+
+
+def test_operations_of_weights_gradients_are_those_of_rows_not_of_padding():
+    pytest.importorskip("triton")
+    ends = torch.tensor([64, 256]).int()
+    columns = [quantize_columns(draw(256, d, dtype=torch.bfloat16), ends, ROWWISE) for d in (16, 32)]
+    into = torch.zeros(2, 16, 32)
+    for buffer in (None, into):
+        with FlopCounterMode(display=False) as counter:
+            scaled_weight_grad(*columns, dtype=torch.bfloat16, into=buffer, kernels="native")
+        assert counter.get_total_flops() == 2 * 256 * 16 * 32
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
