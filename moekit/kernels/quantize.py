@@ -291,8 +291,8 @@ def _quantize_columns_op(x: Tensor, offsets: Tensor, ends: Tensor, room: int) ->
     values, scales = _columns_like(x, offsets, ends, room)
     if values.numel():
         columns = -(-d // COLUMNS)
-        splits = max(PROGRAMS // (columns * e), 2)  # programs that share the rows of a group
         options = dict(d=d, ROWS=32, COLUMNS=COLUMNS, num_warps=4)
+        splits = min(max(PROGRAMS // (columns * e), 2), len(x) // 32 + 1)  # programs that share a group
         _quantize_largest[(columns, e, splits)](x, offsets, largest, **options)
         _quantize_scales[(columns, e)](largest, scales, d=d, COLUMNS=COLUMNS)
         _quantize_transpose[(columns, room // STEP)](
