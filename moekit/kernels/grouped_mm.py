@@ -318,7 +318,7 @@ register_flop_formula(
 
 
 @jit
-def place_of(tile, n_m, n_n, GROUP: tl.constexpr):
+def _place(tile, n_m, n_n, GROUP: tl.constexpr):
     """Return the row and column of a tile, neighbours in blocks of GROUP rows, for the L2 cache."""
     in_group = GROUP * n_n
     first = tile // in_group * GROUP
@@ -339,7 +339,7 @@ def _multiply(
         end = tl.load(offsets + e)
         n_m = (end - start + BLOCK_M - 1) // BLOCK_M
         while tile < seen + n_m * n_n:
-            m, n = place_of(tile - seen, n_m, n_n, 16)
+            m, n = _place(tile - seen, n_m, n_n, 16)
             row, column = start + m * BLOCK_M, n * BLOCK_N
             if row + BLOCK_M <= end:
                 out = _tile(a, b, e, row, column, K, N, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K)
@@ -384,6 +384,15 @@ def _store_until(c, tile, row, end, column, N: tl.constexpr, BLOCK_M: tl.constex
 
 
 @jit
+def tile_of(tile, offsets, n_m: tl.constexpr, n_n: tl.constexpr):
+    """Return which matrix a tile is of, its row and column there, and where its group starts and ends."""
+    e = tile // (n_m * n_n)
+    m, n = _place(tile % (n_m * n_n), n_m, n_n, 16)
+    start = tl.load(offsets + e - 1, mask=e > 0, other=0)
+    return e, m, n, start, tl.load(offsets + e)
+
+
+@jit
 def _multiply_transposed(
     a, b, out, quarters, offsets,
     n_groups: tl.constexpr, K: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr,
@@ -392,10 +401,7 @@ def _multiply_transposed(
     n_m: tl.constexpr = (K + BLOCK_M - 1) // BLOCK_M
     n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     for tile in range(loop_bound(tl.program_id(0)), n_groups * n_m * n_n, loop_bound(tl.num_programs(0))):
-        e = tile // (n_m * n_n)
-        m, n = place_of(tile % (n_m * n_n), n_m, n_n, 16)
-        start = tl.load(offsets + e - 1, mask=e > 0, other=0)
-        end = tl.load(offsets + e)
+        e, m, n, start, end = tile_of(tile, offsets, n_m, n_n)
         at, columns = m * BLOCK_M + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for first in range(loop_bound(start), loop_bound(end), BLOCK_R):

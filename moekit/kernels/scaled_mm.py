@@ -31,9 +31,9 @@ from moekit.kernels.grouped_mm import (
     BLOCK_M,
     grouped_mm,
     grouped_weight_grad,
-    place_of,
     quarters_of,
     store_tile,
+    tile_of,
 )
 from moekit.kernels.quantize import (
     MX,
@@ -296,10 +296,7 @@ def _multiply_columns(
     n_m: tl.constexpr = (K + BLOCK_M - 1) // BLOCK_M
     n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     for tile in range(loop_bound(tl.program_id(0)), n_groups * n_m * n_n, loop_bound(tl.num_programs(0))):
-        e = tile // (n_m * n_n)
-        m, n = place_of(tile % (n_m * n_n), n_m, n_n, 16)
-        start = tl.load(ends + e - 1, mask=e > 0, other=0)
-        end = tl.load(ends + e)
+        e, m, n, start, end = tile_of(tile, ends, n_m, n_n)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for row in range(loop_bound(start), loop_bound(end), STEP):  # groups are padded to whole steps
             total = tl.dot(a.load([m * BLOCK_M, row]), b.load([n * BLOCK_N, row]).T, total)
